@@ -49,6 +49,13 @@ def ckpt() -> int:
     return main()
 
 
+def run() -> int:
+    """The command `infinity-run`."""
+    from infinity.cli.launch import main
+
+    return main()
+
+
 def __getattr__(name: str) -> object:
     return getattr(sys.modules["infinity"], name)
 

@@ -18,6 +18,7 @@ _COMMANDS = {
     "infinity-bench plan --params 7B": "which model fits which machine, and how fast it trains",
     "infinity-bench sweep DIR": "measures a drive and saves its best settings",
     "infinity-bench step": "times training steps beside plain PyTorch and the drive",
+    "infinity-run --hostfile FILE ...": "trains on the hosts of a hostfile, or on this machine",
     "infinity-ckpt": "looks into checkpoints, verifies, converts and imports them",
 }
 

@@ -1,0 +1,89 @@
+"""Floor 17. Which hosts a run has, with how many slots: DeepSpeed's hostfile, and what --include and --exclude make of it. Pure
+but for the reading of one file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from infinity.errors import ConfigError
+
+LOCALHOST = "localhost"
+
+_EXPECTED = "expected a host and its slots, such as `worker-0 slots=8`"
+_HOST = re.compile(r"[^\s=:#-][^\s=:#]*")
+
+
+class Host(NamedTuple):
+    name: str
+    slots: int
+    chosen: tuple[int, ...] = ()
+    """The slots that were asked for by their numbers, in order; empty: all."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.chosen) or self.slots
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts in a hostfile, in its order, which is that of their ranks. Raises ConfigError."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(f"hostfile {path}: {error.strerror}; {_EXPECTED} on each line of it") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        where = f"hostfile {path}, line {number}"
+        name, *settings = line.partition("#")[0].split() or [""]
+        if not name:
+            continue
+        if not _HOST.fullmatch(name):
+            raise ConfigError(f"{where}: {name!r} is no name of a host; {_EXPECTED}")
+        if name in hosts:
+            raise ConfigError(f"{where}: {name} is there already; name each host once, with all of its slots")
+        unknown = [setting for setting in settings if not setting.startswith("slots=")]
+        if unknown:
+            raise ConfigError(f"{where}: {unknown[0]!r} is unknown; {_EXPECTED}")
+        if len(settings) != 1 or not re.fullmatch("slots=0*[1-9][0-9]{0,5}", settings[0], re.ASCII):
+            raise ConfigError(f"{where}: {' '.join(settings) or 'no slots'}; {_EXPECTED}, one slot at least")
+        hosts[name] = Host(name, int(settings[0].removeprefix("slots=")))
+    if not hosts:
+        raise ConfigError(f"hostfile {path} has no host; {_EXPECTED} on each line")
+    return [*hosts.values()]
+
+
+def choose(hosts: Sequence[Host], *, include: str | None = None, exclude: str | None = None) -> list[Host]:
+    """The hosts and slots in `include` alone, or all but those in `exclude`: `worker-0@worker-1:0,2` is the whole of worker-0
+    and two slots of worker-1. Raises ConfigError."""
+    if include is None and exclude is None:
+        return [*hosts]
+    option, text = ("--include", include) if include is not None else ("--exclude", exclude)
+    named = _slots_named(hosts, f"{option} {text}", text or "")
+    chosen = []
+    for host in hosts:
+        slots = named.get(host.name, set())
+        if exclude is not None:
+            slots = {*range(host.slots)} - slots
+        if slots:
+            chosen.append(host if len(slots) == host.slots else host._replace(chosen=tuple(sorted(slots))))
+    if not chosen:
+        raise ConfigError(f"{option} {text} leaves no slot of {', '.join(host.name for host in hosts)}")
+    return chosen
+
+
+def _slots_named(hosts: Sequence[Host], where: str, text: str) -> dict[str, set[int]]:
+    named: dict[str, set[int]] = {}
+    slots_of = {host.name: host.slots for host in hosts}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        if name not in slots_of:
+            raise ConfigError(f"{where}: there is no host {name!r}; there are {', '.join(slots_of)}")
+        if colon and not re.fullmatch("[0-9]{1,6}(,[0-9]{1,6})*", numbers, re.ASCII):
+            raise ConfigError(f"{where}: expected a host with numbers of slots, such as {name}:0,2, got {part!r}")
+        slots = {int(number) for number in numbers.split(",")} if colon else {*range(slots_of[name])}
+        if max(slots) >= slots_of[name]:
+            raise ConfigError(f"{where}: {name} has the slots 0 to {slots_of[name] - 1}, and no {max(slots)}")
+        named.setdefault(name, set()).update(slots)
+    return named

@@ -1,0 +1,252 @@
+"""Floor 17. The program `infinity-run`: torchrun on each host of a hostfile, over ssh; all end when one fails. Main thread, and
+two per host that copy what it prints.
+
+Torch is imported only where slots must be counted: on this machine, without a hostfile and a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import infinity
+from infinity.cli.arguments import count, named_path
+from infinity.cli.hostfile import LOCALHOST, Host, choose, read_hostfile
+from infinity.cli.program import run_program, signals_held
+from infinity.cli.torchrun import HOST_SECONDS
+from infinity.errors import ConfigError
+
+_EXPORTED = re.compile("(NCCL|TORCH_NCCL|GLOO|INFINITY)_.*|PYTHONPATH|OMP_NUM_THREADS")
+_LOOPBACK = (LOCALHOST, "127.0.0.1", "::1")
+_PORT = 29500
+_SSH_FAILED = 255
+_KILL_SECONDS = HOST_SECONDS + 2
+_POLL_SECONDS = 0.05
+
+_EPILOG = (
+    "What follows the script goes to it. Exit code: that of the rank that failed first; 255 if ssh can't reach a host; 1 for a "
+    "hostfile or an option that can't be used; 2 for wrong usage; 130 after Ctrl-C."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `infinity-run` with `arguments` (those of the process where None); the exit code, as `run_program` has it."""
+    return run_program(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity-run",
+        description="Run a script on this machine or, by ssh, on the hosts of a hostfile, as torchrun does on each.",
+        epilog=_EPILOG,
+        usage="%(prog)s [options] SCRIPT [ARGUMENT ...]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=f"infinity {infinity.__version__}")
+    add(
+        "-H",
+        "--hostfile",
+        type=named_path,
+        metavar="FILE",
+        help="lines such as `worker-0 slots=8`; default: this machine",
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("-i", "--include", metavar="HOSTS", help="only these, such as worker-0@worker-1:0,2")
+    chosen.add_argument("-e", "--exclude", metavar="HOSTS", help="all but these")
+    add("--num-nodes", "--num_nodes", type=count, metavar="N", help="the first N hosts of those")
+    names = ("--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus")
+    add(*names, type=count, metavar="N", help="ranks on each host, whatever its slots are")
+    add("--master-addr", "--master_addr", metavar="NAME", help="how hosts reach the first one (default: its name)")
+    text = f"a free port of the first host (default: {_PORT}; with one host, any)"
+    add("--master-port", "--master_port", type=count, metavar="PORT", help=text)
+    add("--ssh-port", "--ssh_port", type=count, metavar="PORT", help="where sshd listens, on all hosts")
+    add("--ssh-option", action="append", default=[], metavar="NAME=VALUE", help="for ssh -o; may be repeated")
+    add("--workdir", metavar="DIR", help="where to start, on all hosts (default: this folder)")
+    text = "set it on all hosts, as PYTHONPATH, OMP_NUM_THREADS and what begins with NCCL_, TORCH_NCCL_, GLOO_ or INFINITY_ are"
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text + "; may be repeated")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("--python", default=sys.executable, metavar="PYTHON", help="on all hosts (default: %(default)s)")
+    add("--dry-run", action="store_true", help="print the command of each host, for a shell, and run nothing")
+    add("command", nargs=argparse.PARSER, metavar="SCRIPT", help="followed by its arguments")
+    parser.set_defaults(func=_run)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    hosts = _hosts(options)
+    commands = dict(_commands(options, hosts))
+    if options.dry_run:
+        for host in hosts:
+            print(f"# {host.name}, ranks: {host.ranks}\n{shlex.join(commands[host.name])}")
+        return 0
+    if any(command[0] == "ssh" for command in commands.values()) and not shutil.which("ssh"):
+        raise ConfigError("there is no ssh on PATH, for hosts other than this machine: install openssh-client")
+    failure = _run_until_failure(commands)
+    if failure is None:
+        return 0
+    name, status = failure
+    print(f"infinity-run: {name} {_why(name, commands[name], status)}", file=sys.stderr)
+    return status
+
+
+def _hosts(options: argparse.Namespace) -> list[Host]:
+    """Those to run on, in the order of their ranks."""
+    ranks = options.nproc_per_node
+    hosts = read_hostfile(options.hostfile) if options.hostfile else [Host(LOCALHOST, ranks or _devices_here())]
+    hosts = choose(hosts, include=options.include, exclude=options.exclude)
+    if options.num_nodes and options.num_nodes > len(hosts):
+        raise ConfigError(
+            f"--num-nodes {options.num_nodes}: there are no more than {len(hosts)}; name others in --hostfile"
+        )
+    hosts = hosts[: options.num_nodes]
+    numbered = [host.name for host in hosts if host.chosen]
+    if ranks and numbered:
+        raise ConfigError(
+            f"--nproc-per-node {ranks}: the slots of {numbered[0]} are chosen one by one; leave out either"
+        )
+    return [host._replace(slots=ranks) for host in hosts] if ranks else hosts
+
+
+def _devices_here() -> int:
+    import torch
+
+    return max(torch.accelerator.device_count(), 1)
+
+
+def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tuple[str, list[str]]]:
+    """The name of each host, and what is to be started here for it."""
+    exported, rendezvous = _exported(options.env), _rendezvous(options, hosts)
+    folder = options.workdir or str(Path.cwd())
+    refused = f"infinity-run: cannot enter {folder}: make it on this host, or name another with --workdir"
+    enter = f"cd {shlex.quote(folder)} || {{ echo {shlex.quote(refused)} >&2; exit 1; }}"
+    for rank, host in enumerate(hosts):
+        slots = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.chosen))}"] if host.chosen else []
+        program = ["env", *exported, *slots, options.python, "-m", "infinity.cli.torchrun"]
+        program += [*rendezvous, f"--node-rank={rank}", f"--nproc-per-node={host.ranks}"]
+        program += [*(["--module"] if options.module else []), *options.command]
+        line = f"{enter}; exec {shlex.join(program)}"
+        yield host.name, ["sh", "-c", line] if _is_here(host.name) else [*_ssh(options), host.name, line]
+
+
+def _exported(asked: Sequence[str]) -> list[str]:
+    """NAME=VALUE for the variables that all hosts get."""
+    variables = {name: value for name, value in os.environ.items() if _EXPORTED.fullmatch(name)}
+    for text in asked:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch("[A-Za-z_][A-Za-z_0-9]*", name) or not (equals or name in os.environ):
+            raise ConfigError(f"--env {text}: expected NAME=VALUE, or the NAME of a variable that is set here")
+        variables[name] = value if equals else os.environ[name]
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
+def _rendezvous(options: argparse.Namespace, hosts: Sequence[Host]) -> list[str]:
+    """torchrun's options for the place where the hosts meet. A static one takes hosts with different numbers of ranks."""
+    if len(hosts) == 1 and not options.master_addr and not options.master_port:
+        return ["--standalone"]  # on a free port
+    first = options.master_addr or hosts[0].name.rpartition("@")[2]
+    if first in _LOOPBACK and not options.master_addr and len(hosts) > 1:
+        raise ConfigError(f"the other hosts can't reach the first one as {first}: give its address with --master-addr")
+    return [f"--nnodes={len(hosts)}", f"--master-addr={first}", f"--master-port={options.master_port or _PORT}"]
+
+
+def _is_here(name: str) -> bool:
+    return name in (*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0])
+
+
+def _ssh(options: argparse.Namespace) -> list[str]:
+    """ssh that asks nothing, and notices within two minutes that a host is gone. Of two settings it heeds the first."""
+    settings = [*options.ssh_option, "BatchMode=yes", "ServerAliveInterval=30"]
+    port = ["-p", str(options.ssh_port)] if options.ssh_port else []
+    return ["ssh", *port, *(part for setting in settings for part in ("-o", setting))]
+
+
+def _why(name: str, command: Sequence[str], status: int) -> str:
+    """What a status means, and the next move."""
+    if command[0] != "ssh":
+        return f"ended with status {status}; its last lines say why"
+    if status == _SSH_FAILED:
+        ssh = shlex.join([*command[:-1], "true"])
+        return f"can't be reached, or refuses us: `{ssh}` must work without a question; ssh-copy-id {name} gives it your key"
+    return f"ended with status {status}; its last lines say why, or `ssh {name}` and the command that --dry-run prints for it"
+
+
+def _run_until_failure(commands: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
+    """Run the command of each host, until all have ended or one fails. Then end the others, and return its name and status."""
+    pipe = subprocess.PIPE if len(commands) > 1 else None  # of one host stdout may stay a terminal
+    processes: dict[str, subprocess.Popen[str]] = {}
+    copiers = []
+    try:
+        for name, command in commands.items():
+            processes[name] = process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                errors="backslashreplace",
+                start_new_session=True,  # Ctrl-C is for us: we end them, and see them end
+            )
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                if source is not None:
+                    copiers.append(threading.Thread(target=_copy, args=(source, target, f"{name}: "), daemon=True))
+                    copiers[-1].start()
+        return _first_failure(processes)
+    finally:
+        with signals_held():
+            _end([*processes.values()])
+            for copier in copiers:
+                copier.join(timeout=1)
+
+
+def _first_failure(processes: Mapping[str, subprocess.Popen[str]]) -> tuple[str, int] | None:
+    while True:
+        statuses = {name: process.poll() for name, process in processes.items()}
+        for name, status in statuses.items():
+            if status:
+                return name, status if status > 0 else 128 - status
+        if None not in statuses.values():
+            return None
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Close stdin, at which each host ends its ranks (see torchrun.py), and kill what is still there after _KILL_SECONDS."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    last = time.monotonic() + _KILL_SECONDS
+    for process in processes:
+        try:
+            process.wait(timeout=max(last - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+_writing = threading.Lock()
+
+
+def _copy(source: IO[str], target: IO[str], prefix: str) -> None:
+    """Copy lines. Where nobody reads ours any more, close `source`, so that the host fails for it."""
+    with source, contextlib.suppress(OSError):
+        for line in source:
+            with _writing:
+                target.write(prefix + line)
+                target.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
