@@ -178,7 +178,8 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
         config["train_micro_batch_size_per_gpu"] = args.batch_size
     of_bf16 = block_of(config, "bf16")
     if of_bf16.get("enabled") == "auto":
-        of_bf16["enabled"] = torch.cuda.is_available() or cpu_multiplies_fast_in(torch.bfloat16)
+        fast = torch.cuda.is_available() or cpu_multiplies_fast_in(torch.bfloat16)
+        of_bf16["enabled"] = fast or args.numel < 1_000_000  # so small a model takes a moment either way
     lr = 4 / (shape.hidden_size * shape.layers) if args.lr is None else args.lr
     warmup = max(10, args.steps // 10)
     fill = {"lr": lr, "total_num_steps": max(args.steps, 2 * warmup), "warmup_num_steps": warmup}
