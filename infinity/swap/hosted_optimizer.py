@@ -68,7 +68,7 @@ class HostedOptimizer(PagedOptimizer):
                 settings,
                 masters=[master],
                 grads=[piece.scaled(start, end)],
-                moments=[{name: sub.view(self._fields[name], lease)[low:high] for name in self.moments}],
+                moments=[{name: sub.view(self._paged_state.fields[name], lease)[low:high] for name in self.moments}],
                 steps=[piece.stepping.steps],
                 first=piece.stepping.first,
             )

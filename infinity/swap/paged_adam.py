@@ -69,7 +69,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
 
     def _adopt(self, swap: SwapManager) -> None:
         super()._adopt(swap)
-        if tuple(self._fields)[: len(MOMENTS)] != MOMENTS:
+        if tuple(self._paged_state.fields)[: len(MOMENTS)] != MOMENTS:
             raise ConfigError(
                 f"the kernel for Adam wants its moments first: swap.page(model, PagingOptions(moments={MOMENTS!r}))"
             )

@@ -77,7 +77,7 @@ class PagedMuon(PagedAdam):
         if not sub.layout.whole:
             super()._step_pieces(sub, batches, lease)
             return
-        momentum = sub.view(self._fields[MATRIX_MOMENTS[0]], lease)
+        momentum = sub.view(self._paged_state.fields[MATRIX_MOMENTS[0]], lease)
         for settings, batch in batches.items():
             for piece in batch:
                 buffer = momentum[piece.place]

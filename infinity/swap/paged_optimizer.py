@@ -1,7 +1,7 @@
 """Floor 8. An optimizer over paged parameters: what a step does to each sub-group.
 
-What all of them share is here: steps and state. How gradients get here is in gradient_lap.py; how elements are updated, in
-paged_adam.py and hosted_optimizer.py.
+What all of them share is here. How gradients get here is in gradient_lap.py; what is kept of each parameter, in
+optimizer_state.py; how elements are updated, in paged_adam.py and hosted_optimizer.py.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
-from infinity.fsdp2.sharding import local_of
-from infinity.store.commit import kept_in_words
-from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.optimizer_state import PagedState
 from infinity.swap.shard import PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 
@@ -50,15 +46,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
         did, and where it has no place for the moments."""
         self._paging = swap.paging
-        self._fields = dict(zip(self._paging.arena_layout.moments, FIELDS, strict=False))
-        if not self._fields.keys() >= set(self.moments):
-            raise ConfigError(
-                f"{type(self).__name__} keeps {kept_in_words(self.moments)} of each element, and there is room for "
-                f"{kept_in_words(self._fields)}: page the model with swap.page(model, PagingOptions(moments={self.moments!r}))"
-            )
+        kind = type(self).__name__
+        self._paged_state = PagedState(self._paging, kind, self.moments, counts_steps=self.counts_steps)
         if not self.rounds_moments and self._paging.options.moments_dtype is not torch.float32:
             raise ConfigError(
-                f"{type(self).__name__} keeps its numbers in fp32, and the model was paged for "
+                f"{kind} keeps its numbers in fp32, and the model was paged for "
                 f"{self._paging.options.moments_dtype}: leave moments_dtype out, or use Adam or AdamW"
             )
         for group in self.param_groups:
@@ -132,7 +124,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             updates = self._updates_of(remaining, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates)
             for stepped in stepping.values():
-                self._note_step_of(stepped)
+                self._paged_state.count_step(stepped.shard, self.state[stepped.parameter])
             if self._paging.options.update != "step":
                 for stepped in stepping.values():
                     stepped.parameter.grad = None  # whoever changed it would change the update
@@ -204,7 +196,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
         for stepped in stepping.values():
-            self._note_step_of(stepped)
+            self._paged_state.count_step(stepped.shard, self.state[stepped.parameter])
         self.lap.note_applied(group, {stepped.parameter: stepped.settings for stepped in stepping.values()})
         self.lap.queue(group, updates)
 
@@ -249,7 +241,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    self._init_state_of(parameter)
+                    self._paged_state.make(parameter, self.state[parameter])
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """These parameters were stepped so often, and the moments of all that were are in the arena. For an optimizer without
@@ -257,7 +249,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in steps or trained_shard(parameter).stepped:
-                    self._init_state_of(parameter, zero=False)
+                    self._paged_state.make(parameter, self.state[parameter], zero=False)
         for parameter, step in steps.items():
             self.state[parameter]["step"].copy_(step)
 
@@ -266,14 +258,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.paged.health.check_not_part_stepped()
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
-            names = self._moments_of(trained_shard(parameter))
-            moments = {name: loaded[name] for name in names if loaded.get(name) is not None}
             del self.state[parameter]
-            self._init_state_of(parameter, zero=moments.keys() != {*names})
-            for name, moment in moments.items():
-                self.state[parameter][name]._local_tensor.copy_(local_of(moment))
-            if self.counts_steps:
-                self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
+            self._paged_state.load(parameter, self.state[parameter], loaded)
         self._end_backward()  # what a torn step had applied, and had not
         self._paging.policy.discard_step()
         self._paging.paged.health.mend()
@@ -294,10 +280,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for parameter, group in chosen:
             if id(group) not in settings:  # once for all of its parameters
                 settings[id(group)] = self._settings(group)
-            self._init_state_of(parameter)
-            shard = trained_shard(parameter)
-            steps = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
-            first = not shard.stepped or (self.counts_steps and not steps)
+            shard, state = trained_shard(parameter), self.state[parameter]
+            self._paged_state.make(parameter, state)
+            steps, first = self._paged_state.steps_of(state), self._paged_state.is_first_step(shard, state)
             grad = grads.get(shard.index)
             by_shard[shard.index] = Stepping(shard, parameter, settings[id(group)], steps, first, grad, grad_scale)
         return by_shard
@@ -309,11 +294,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if not self._places:  # not once per group of the model: it takes as long as there are parameters
             self._places = {p: (place, group) for place, (p, group) in enumerate(self._with_groups(None))}
         return ((p, self._places[p][1]) for p in sorted(only, key=lambda parameter: self._places[parameter][0]))
-
-    def _note_step_of(self, stepped: Stepping) -> None:
-        if self.counts_steps:
-            self.state[stepped.parameter]["step"] += 1
-        stepped.shard.stepped = True
 
     @abc.abstractmethod
     def _settings(self, group: dict[str, Any]) -> Any:
@@ -362,33 +342,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             master = sub.master(lease)
             for done in resident:
                 done.stepping.shard.set_resident(done.start, master[done.place])
-
-    def _moments_of(self, shard: PagedShard) -> list[str]:
-        """What is kept of each element of a shard, by its names in `state`."""
-        whole = self._paging.paged.layout.shards[shard.index].whole
-        return [name for name in self._paging.arena_layout.moments_of(whole=whole) if name in self.moments]
-
-    def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
-        """Make the state of a parameter that has none: step 0 and moments of zero, as of one that was never stepped (or left as
-        they are in the arena)."""
-        state = self.state[parameter]
-        if state:
-            return
-        shard = trained_shard(parameter)
-        data = parameter.data
-        assert isinstance(data, DTensor)
-        if self.counts_steps:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        was_stepped = shard.stepped
-        for name in self._moments_of(shard):
-            local = PagedTensor.over(shard, self._fields[name], self._paging, data.device)
-            state[name] = DTensor.from_local(
-                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-            )
-            if zero and was_stepped:
-                local.zero_()
-        if zero:
-            shard.stepped = False
 
 
 def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> None:

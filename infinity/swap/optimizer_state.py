@@ -1,0 +1,96 @@
+"""Floor 8. What an optimizer keeps of each paged parameter: how often it was stepped, and moments that lie in the arena.
+
+Used by the training thread, and by autograd's threads on its behalf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.errors import ConfigError
+from infinity.fsdp2.sharding import local_of
+from infinity.store.commit import kept_in_words
+from infinity.store.layout import MOMENTS as FIELDS
+from infinity.swap.gradient_lap import trained_shard
+from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.paging import Paging
+from infinity.swap.shard import PagedShard
+
+
+class PagedState:
+    """Makes, loads and counts on what `state` of an optimizer holds: `state[parameter]` is given with each call, as torch sets
+    `state` anew when it loads.
+
+    Args:
+        kind: the optimizer's name, for errors.
+        moments: what it takes of each element, by its names in `state`.
+        counts_steps: whether `state` holds a "step" (fp32, 0-D, on the CPU).
+
+    Raises ConfigError where the arena has no place for the moments.
+    """
+
+    def __init__(self, paging: Paging, kind: str, moments: tuple[str, ...], *, counts_steps: bool) -> None:
+        self.fields = dict(zip(paging.arena_layout.moments, FIELDS, strict=False))
+        """Where a sub-group has each moment, by its name in `state`."""
+        if not self.fields.keys() >= set(moments):
+            raise ConfigError(
+                f"{kind} keeps {kept_in_words(moments)} of each element, and there is room for {kept_in_words(self.fields)}: "
+                f"page the model with swap.page(model, PagingOptions(moments={moments!r}))"
+            )
+        self._paging = paging
+        self._moments = moments
+        self._counts_steps = counts_steps
+
+    def make(self, parameter: nn.Parameter, state: dict[str, Any], *, zero: bool = True) -> None:
+        """Make what is missing: step 0 and moments of zero, as of a parameter that was never stepped (or left as they are in
+        the arena)."""
+        if state:
+            return
+        shard = trained_shard(parameter)
+        data = parameter.data
+        assert isinstance(data, DTensor)
+        if self._counts_steps:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        was_stepped = shard.stepped
+        for name in self._moments_of(shard):
+            local = PagedTensor.over(shard, self.fields[name], self._paging, data.device)
+            state[name] = DTensor.from_local(
+                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+            )
+            if zero and was_stepped:
+                local.zero_()
+        if zero:
+            shard.stepped = False
+
+    def load(self, parameter: nn.Parameter, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+        """Make `state`, which is empty, with the values of a loaded one. Moments are moved into the arena."""
+        names = self._moments_of(trained_shard(parameter))
+        moments = {name: loaded[name] for name in names if loaded.get(name) is not None}
+        self.make(parameter, state, zero=moments.keys() != {*names})
+        for name, moment in moments.items():
+            state[name]._local_tensor.copy_(local_of(moment))
+        if self._counts_steps:
+            state["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
+
+    def steps_of(self, state: Mapping[str, Any]) -> torch.Tensor:
+        """How often a parameter was stepped (0-D, the caller's own); 0 where that isn't counted."""
+        return state["step"].clone() if self._counts_steps else torch.zeros(())
+
+    def is_first_step(self, shard: PagedShard, state: Mapping[str, Any]) -> bool:
+        """Whether the next step is the first one, or the first since its steps were set to 0."""
+        return not shard.stepped or (self._counts_steps and not state["step"])
+
+    def count_step(self, shard: PagedShard, state: dict[str, Any]) -> None:
+        if self._counts_steps:
+            state["step"] += 1
+        shard.stepped = True
+
+    def _moments_of(self, shard: PagedShard) -> list[str]:
+        """What is kept of each element of a shard, by its names in `state`."""
+        whole = self._paging.paged.layout.shards[shard.index].whole
+        return [name for name in self._paging.arena_layout.moments_of(whole=whole) if name in self._moments]
