@@ -82,16 +82,12 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         for sub in self._paging.paged.sub_groups:
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
-            whole = (
-                sub.layout.split or Field.COMPUTE not in sub.layout.fields
-            )  # else the copy is not read, and made after
-            whole = (
-                whole
-                and sub.layout.moments == FIELDS[: len(MOMENTS)]
-                and not sub.rests_in_host
-                and sub.gradient_extent is None
-            )
-            sub.chunk.verified_by_user = fused and alone and whole and self._paging.paged.stager.io.checked
+            # A copy beside a master in full is made after the update, which doesn't read it.
+            reads_all = sub.layout.split or Field.COMPUTE not in sub.layout.fields
+            adams = sub.layout.moments == FIELDS[: len(MOMENTS)]
+            on_drive = not sub.rests_in_host and sub.gradient_extent is None
+            checked = self._paging.paged.stager.io.checked
+            sub.chunk.verified_by_user = fused and alone and reads_all and adams and on_drive and checked
 
     def _settings(self, group: dict[str, Any]) -> Any:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
