@@ -183,6 +183,9 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": order.get("sub_group_size", 100_000_000),
+            # What it keeps gathered must fit its buffers. 200 M are within this, as within its defaults.
+            "stage3_max_live_parameters": 250_000_000,
+            "stage3_max_reuse_distance": 250_000_000,
             "offload_param": {
                 **place,
                 "buffer_count": order.get("buffer_count", 32),
