@@ -33,7 +33,7 @@ def sources_in(folder: str) -> list[str]:
 
 # Relative to this file, as setuptools asks; all of them end up in the source distribution.
 AIO_SOURCES = sources_in("csrc/aio")
-AIO_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "error", "process")]
+AIO_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "error", "openmp", "process")]
 OPTIM_SOURCES = sources_in("csrc/optim")
 OPTIM_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "openmp", "process", "thread_pool")]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))

@@ -186,8 +186,11 @@ class Transfer:
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
 
-    def wait(self) -> None:
+    def wait(self, *, with_team: bool = False) -> None:
         """Wait until it is done, without the GIL; Ctrl-C gets through.
+
+        with_team: the OpenMP threads that compute for this thread sleep until then, where they would spin for milliseconds. For
+        a thread that computes on the CPU; where torch's OpenMP isn't GNU's it has no effect.
 
         Raises IoError, at every call, if it failed, IntegrityError where it read something else than was written; then the
         bytes in its range are undefined. Raises RuntimeError in a

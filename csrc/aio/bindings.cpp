@@ -20,6 +20,7 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "base/crc32c.h"
+#include "base/openmp.h"
 
 namespace py = pybind11;
 
@@ -27,6 +28,9 @@ namespace infinity::aio {
 namespace {
 
 constexpr std::chrono::milliseconds kSignalInterval{100};
+
+// A wait that is over sooner is not worth waking a team for.
+constexpr std::chrono::microseconds kWaitAlone{200};
 
 // Text that may hold a path, which is bytes to the kernel.
 py::str decode(const std::string& text) {
@@ -64,9 +68,26 @@ void wait_with_signals(WaitALittle wait_a_little) {
   }
 }
 
-void wait_for_transfer(Transfer& transfer) {
+// Waits at most `limit`, the OpenMP team of this thread with it: see [Note: One team].
+bool wait_with_team(Transfer& transfer, std::chrono::milliseconds limit) {
+  struct Wait {
+    Transfer& transfer;
+    std::chrono::milliseconds limit;
+    void run() noexcept { transfer.wait_for(limit); }
+  };
+  if (transfer.wait_for(kWaitAlone)) return true;
+  Parallel parallel = openmp_parallel();
+  if (parallel == nullptr) return transfer.wait_for(limit);
+  Wait wait{transfer, limit};
+  parallel([](void* wait) { static_cast<Wait*>(wait)->run(); }, &wait, kWholeTeam, 0);
+  return transfer.done();
+}
+
+void wait_for_transfer(Transfer& transfer, bool with_team) {
   if (!transfer.done()) {
-    wait_with_signals([&transfer](std::chrono::milliseconds limit) { return transfer.wait_for(limit); });
+    wait_with_signals([&transfer, with_team](std::chrono::milliseconds limit) {
+      return with_team ? wait_with_team(transfer, limit) : transfer.wait_for(limit);
+    });
   }
   transfer.throw_if_failed();
 }
@@ -361,7 +382,7 @@ void bind_transfer(py::module_& module) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer", py::is_final(),
                                                   "One read or write, under way or done.")
       .def_property_readonly("done", &Transfer::done)
-      .def("wait", &wait_for_transfer);
+      .def("wait", &wait_for_transfer, py::kw_only(), py::arg("with_team") = false);
 }
 
 void bind_engine(py::module_& module) {

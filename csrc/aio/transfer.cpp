@@ -82,7 +82,7 @@ void Transfer::wait() {
   throw_if_failed();
 }
 
-bool Transfer::wait_for(std::chrono::milliseconds limit) {
+bool Transfer::wait_for(std::chrono::microseconds limit) {
   if (done()) return true;
   monitor_.guard().check("a transfer that isn't done");
   std::unique_lock<std::mutex> lock(monitor_->mutex);

@@ -109,7 +109,7 @@ class Transfer {
   void wait();
 
   // Waits at most `limit`; whether it is done. Throws nothing about the transfer itself.
-  bool wait_for(std::chrono::milliseconds limit);
+  bool wait_for(std::chrono::microseconds limit);
 
   // The second half of wait(): to be called when done.
   void throw_if_failed();

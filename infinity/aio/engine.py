@@ -228,16 +228,17 @@ class IoEngine:
         r = request
         self._core.verify(r.file, r.offset, self._pool.slab, r.lease.offset + r.lease_offset, r.length)
 
-    def wait(self, transfers: Sequence[Transfer]) -> None:
+    def wait(self, transfers: Sequence[Transfer], *, with_team: bool = False) -> None:
         """Wait until all transfers are done; the time counts as stall.
 
+        with_team: this thread computes on the CPU, and the OpenMP threads that do it with it sleep meanwhile.
         Raises the IoError of the first one that failed, after all have ended.
         """
         failure: Exception | None = None
         with self.stalling():
             for transfer in transfers:
                 try:
-                    transfer.wait()
+                    transfer.wait(with_team=with_team)
                 except OSError as error:
                     failure = failure or error
         if failure is not None:

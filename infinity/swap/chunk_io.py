@@ -42,10 +42,11 @@ class ChunkIo:
         for span in chunk.writes:
             self._arena.count_write(span.offset, span.nbytes)
 
-    def wait(self, chunk: Chunk) -> None:
-        """Wait for the chunk's transfers. Raises IoError, which names the chunk, once all of them have ended."""
+    def wait(self, chunk: Chunk, *, with_team: bool) -> None:
+        """Wait for the chunk's transfers, `with_team` as `IoEngine.wait` does. Raises IoError, which names the chunk, once all
+        of them have ended."""
         try:
-            self._engine.wait(chunk.transfers)
+            self._engine.wait(chunk.transfers, with_team=with_team)
         except IoError as error:
             if isinstance(error, IntegrityError) and not _is_foreign(chunk, error.path):
                 self._arena.explain(error, chunk.name)

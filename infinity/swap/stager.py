@@ -368,7 +368,7 @@ class Stager:
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
         where = f"the {operation} of {chunk.name}" + (f", {why}" if why else "")
         with self.timeline.stall(where) if self.timeline is not None else contextlib.nullcontext():
-            self.io.wait(chunk)
+            self.io.wait(chunk, with_team=not self.device.is_discrete)
 
     def _wait_copied(self, chunk: Chunk) -> None:
         if chunk.copy_event is not None:

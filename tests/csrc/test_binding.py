@@ -561,7 +561,8 @@ def test_waiting_lets_other_python_threads_run(backend: str, file: File, slab: P
     assert seen
 
 
-def test_ctrl_c_gets_through_a_wait(backend: str, file: File, slab: PinnedSlab) -> None:
+@pytest.mark.parametrize("with_team", [False, True])
+def test_ctrl_c_gets_through_a_wait(backend: str, file: File, slab: PinnedSlab, *, with_team: bool) -> None:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
@@ -572,8 +573,8 @@ def test_ctrl_c_gets_through_a_wait(backend: str, file: File, slab: PinnedSlab) 
             last = engine.start_batch(batch)[-1]
             signal.setitimer(signal.ITIMER_REAL, 0.02)
             with pytest.raises(KeyboardInterrupt):
-                last.wait()
-            last.wait()
+                last.wait(with_team=with_team)
+            last.wait(with_team=with_team)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -57,7 +57,7 @@ class ScriptedTransfer:
             (staged if request.operation == "read" else arena).fill_(POISON)
         self.done, self.failure = True, failure
 
-    def wait(self) -> None:
+    def wait(self, *, with_team: bool) -> None:
         if not self.done:
             self.waited = True
             self.end(self.engine.failure_of(self.request))
@@ -567,7 +567,7 @@ def test_interrupted_settle_keeps_the_lease_until_the_write_has_ended(
     chunk = bench.chunk()
     bench.write(chunk, 5)
 
-    def interrupted(transfers: Sequence[ScriptedTransfer]) -> None:
+    def interrupted(transfers: Sequence[ScriptedTransfer], *, with_team: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -585,7 +585,7 @@ def test_interrupted_acquire_keeps_the_lease_until_the_read_has_ended(
 ) -> None:
     chunk = bench.chunk()
 
-    def interrupted(transfers: Sequence[ScriptedTransfer]) -> None:
+    def interrupted(transfers: Sequence[ScriptedTransfer], *, with_team: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
