@@ -130,8 +130,8 @@ def test_a_write_that_failed_in_the_background_is_not_forgotten(
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     wait = IoEngine.wait
 
-    def wait_and_fail_once(self: IoEngine, transfers: Any) -> None:
-        wait(self, transfers)
+    def wait_and_fail_once(self: IoEngine, transfers: Any, **how: Any) -> None:
+        wait(self, transfers, **how)
         if any(chunk.transfers is transfers for chunk in engine.swap.stager._writing):  # type: ignore[union-attr]
             monkeypatch.setattr(IoEngine, "wait", wait)
             raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
@@ -171,8 +171,8 @@ def test_what_was_summed_and_not_written_is_unknown(
             return transfers
         return start(self, requests, **more)
 
-    def wait_or_fail(self: IoEngine, transfers: Any) -> None:
-        wait(self, transfers)
+    def wait_or_fail(self: IoEngine, transfers: Any, **how: Any) -> None:
+        wait(self, transfers, **how)
         if transfers in lost[1:]:
             raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
 
@@ -265,7 +265,7 @@ def test_a_plain_tensor_whose_write_failed_is_not_read(nvme_path: Path, monkeypa
         with swap.tensors.update("mine") as mine:
             mine.add_(1)
 
-        def fail(self: IoEngine, transfers: Any) -> None:
+        def fail(self: IoEngine, transfers: Any, **how: Any) -> None:
             raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
 
         with monkeypatch.context() as patch:
