@@ -253,4 +253,6 @@ if __name__ == "__main__":
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what was imported is no garbage: a child that looked through it at its end would copy it all
+    if "triton" in sys.modules:  # which says on stderr what of it is there when Python ends: with a CUDA build of torch
+        atexit.register(gc.unfreeze)
     _serve()

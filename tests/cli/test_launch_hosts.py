@@ -280,7 +280,8 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
-print(dist.get_rank(), os.environ["LOCAL_RANK"], total.item(), sys.argv[1:], repr(sys.stdin.read()))
+place = f"{dist.get_rank()} {os.environ['LOCAL_RANK']}"
+sys.stdout.write(f"{place} {total.item()} {sys.argv[1:]} {sys.stdin.read()!r}\\n")  # at once: ranks share a pipe, unbuffered
 dist.destroy_process_group()
 """
 
@@ -292,7 +293,7 @@ if action == "stubborn":
 pathlib.Path("up", rank).touch()
 while len(os.listdir("up")) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.02)
-print("up", flush=True)
+sys.stdout.write("up\\n")
 if action == "fail" and rank == "1":
     sys.exit(7)
 time.sleep(600)
