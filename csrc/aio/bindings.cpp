@@ -20,7 +20,6 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "base/crc32c.h"
-#include "base/openmp.h"
 
 namespace py = pybind11;
 
@@ -28,9 +27,6 @@ namespace infinity::aio {
 namespace {
 
 constexpr std::chrono::milliseconds kSignalInterval{100};
-
-// A wait that is over sooner is not worth waking a team for.
-constexpr std::chrono::microseconds kWaitAlone{200};
 
 // Text that may hold a path, which is bytes to the kernel.
 py::str decode(const std::string& text) {
@@ -68,25 +64,10 @@ void wait_with_signals(WaitALittle wait_a_little) {
   }
 }
 
-// Waits at most `limit`, the OpenMP team of this thread with it: see [Note: One team].
-bool wait_with_team(Transfer& transfer, std::chrono::milliseconds limit) {
-  struct Wait {
-    Transfer& transfer;
-    std::chrono::milliseconds limit;
-    void run() noexcept { transfer.wait_for(limit); }
-  };
-  if (transfer.wait_for(kWaitAlone)) return true;
-  Parallel parallel = openmp_parallel();
-  if (parallel == nullptr) return transfer.wait_for(limit);
-  Wait wait{transfer, limit};
-  parallel([](void* wait) { static_cast<Wait*>(wait)->run(); }, &wait, kWholeTeam, 0);
-  return transfer.done();
-}
-
 void wait_for_transfer(Transfer& transfer, bool with_team) {
   if (!transfer.done()) {
     wait_with_signals([&transfer, with_team](std::chrono::milliseconds limit) {
-      return with_team ? wait_with_team(transfer, limit) : transfer.wait_for(limit);
+      return with_team ? transfer.wait_with_team_for(limit) : transfer.wait_for(limit);
     });
   }
   transfer.throw_if_failed();

@@ -6,8 +6,13 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/openmp.h"
+
 namespace infinity::aio {
 namespace {
+
+// A wait that is over sooner is not worth waking a team for.
+constexpr std::chrono::microseconds kWaitAlone{200};
 
 [[noreturn]] void refuse_numbers(const Request& request, const Range& range, const std::string& why) {
   throw std::invalid_argument(std::string(operation_name(request.operation)) + " of " + std::to_string(range.length) +
@@ -87,6 +92,19 @@ bool Transfer::wait_for(std::chrono::microseconds limit) {
   monitor_.guard().check("a transfer that isn't done");
   std::unique_lock<std::mutex> lock(monitor_->mutex);
   return monitor_->done.wait_for(lock, limit, [this] { return done(); });
+}
+
+bool Transfer::wait_with_team_for(std::chrono::microseconds limit) {
+  if (wait_for(std::min(limit, kWaitAlone))) return true;
+  Parallel parallel = openmp_parallel();
+  if (parallel == nullptr) return wait_for(limit);
+  struct Wait {
+    Transfer& transfer;
+    std::chrono::microseconds limit;
+    void run() noexcept { transfer.wait_for(limit); }
+  } wait{*this, limit};
+  parallel([](void* one) { static_cast<Wait*>(one)->run(); }, &wait, kWholeTeam, 0);
+  return done();
 }
 
 void Transfer::throw_if_failed() {

@@ -111,6 +111,9 @@ class Transfer {
   // Waits at most `limit`; whether it is done. Throws nothing about the transfer itself.
   bool wait_for(std::chrono::microseconds limit);
 
+  // The same, with the OpenMP team of this thread, which sleeps meanwhile: see [Note: One team].
+  bool wait_with_team_for(std::chrono::microseconds limit);
+
   // The second half of wait(): to be called when done.
   void throw_if_failed();
 

@@ -17,7 +17,7 @@ constexpr unsigned kWholeTeam = 0;
 // has to share the cores with them, and a second thread gains nothing while they spin. The team that spins does the
 // work instead. Nothing is linked and nothing is loaded for it, so there is never a second runtime.
 //
-// The team would spin, too, while the thread that computes waits for a drive: a quarter of the CPU time of a step that
+// The team would spin, too, while the thread that computes waits for a drive: a fifth of the CPU time of a step that
 // the drive bounds. So all of the team waits for the transfer, asleep, and spins again when the bytes are there.
 Parallel openmp_parallel();
 
