@@ -147,7 +147,7 @@ def bench(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[Bench]:
     if request.param == "host":
         yield Bench(in_host())
         return
-    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(str(nvme_path), pinned_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(32768, "the test"))
         made = Bench(
@@ -212,7 +212,7 @@ class LateDevice(CpuDevice):
 
 @contextlib.contextmanager
 def arena_store(nvme_path: Path, device: CpuDevice, pages: int) -> Iterator[ArenaActivationStore]:
-    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(str(nvme_path), pinned_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(pages * PAGE_BYTES, "the test"))
         store = ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, device), part, machinery.arena)
@@ -256,7 +256,7 @@ def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], nvm
 
 
 def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) -> None:
-    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(str(nvme_path), pinned_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(32768, "the test"))
         bench = Bench(
@@ -299,7 +299,7 @@ def test_shapes_that_vary_take_what_the_largest_step_takes(where: str, nvme_path
 def test_the_drive_moves_what_the_sum_says(pages: list[int], nvme_path: Path) -> None:
     """All but what came last and fits half of the buffer; a tensor that is too large for it is not taken."""
     sizes = [4096 * each for each in pages]
-    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(str(nvme_path), pinned_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(8 * 4096, "the test"))
         store = ArenaActivationStore(

@@ -104,7 +104,8 @@ def test_every_step_is_a_row_of_each_file_over_the_samples_so_far(where: str, nv
     assert rows(tmp_path, "step_seconds") == [(6 * (i + 1), taken.seconds) for i, taken in enumerate(stats)]
     for name in ON_NVME if where == "nvme" else ():
         assert rows(tmp_path, name) == [(6 * (i + 1), getattr(taken, name)) for i, taken in enumerate(stats)]
-    assert where == "memory" or rows(tmp_path, "written_bytes")[-1][1] > 0
+    # A write counts when it has ended, on a busy drive in the step after its own: no one row need have any.
+    assert where == "memory" or sum(nbytes for _, nbytes in rows(tmp_path, "written_bytes")) > 0
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
