@@ -3,8 +3,10 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <type_traits>
 
 #include "optim/kernels.h"
@@ -110,45 +112,56 @@ struct Lanes {
   INLINE static Words shifted_right(Words a) {
     return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
   }
-  INLINE static Words subtract(Words a, Words b) {
-    return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
-  }
-  INLINE static Words minimum(Words a, Words b) {
-    return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)};
+  INLINE static Words upper_halves_less(Words a, uint16_t b) {
+    Words less = words(static_cast<uint32_t>(b) << 16);
+    return {_mm256_subs_epu16(a.low, less.low), _mm256_subs_epu16(a.high, less.high)};
   }
   INLINE static Words maximum(Words a, Words b) {
     return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)};
   }
+  INLINE static Words unsigned_maximum(Words a, Words b) {
+    return {_mm256_max_epu32(a.low, b.low), _mm256_max_epu32(a.high, b.high)};
+  }
+  INLINE static Words maximum_where_at_least(Words a, Words b, Floats c, Floats d) {
+    Words where{_mm256_castps_si256(_mm256_cmp_ps(c.low, d.low, _CMP_GE_OQ)),
+                _mm256_castps_si256(_mm256_cmp_ps(c.high, d.high, _CMP_GE_OQ))};
+    Words larger = maximum(a, b);
+    return {_mm256_blendv_epi8(a.low, larger.low, where.low), _mm256_blendv_epi8(a.high, larger.high, where.high)};
+  }
   INLINE static uint32_t largest(Words a) {
-    alignas(32) uint32_t lanes[kWidth];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), a.low);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + 8), a.high);
-    return *std::max_element(lanes, lanes + kWidth);
+    alignas(32) uint32_t lanes[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_max_epu32(a.low, a.high));
+    return *std::max_element(lanes, lanes + 8);
   }
-  INLINE static Words minus_one_where_negative(Words a) {
-    return {_mm256_srai_epi32(a.low, 31), _mm256_srai_epi32(a.high, 31)};
+  INLINE static Floats minimum(Floats a, Floats b) {
+    return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
   }
-  INLINE static Words add_one_where_at_least(Words a, Floats b, Floats c) {
-    return {_mm256_sub_epi32(a.low, _mm256_castps_si256(_mm256_cmp_ps(b.low, c.low, _CMP_GE_OQ))),
-            _mm256_sub_epi32(a.high, _mm256_castps_si256(_mm256_cmp_ps(b.high, c.high, _CMP_GE_OQ)))};
+  INLINE static Floats negated_where_negative(Floats a, Floats b) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_xor_ps(a.low, _mm256_and_ps(b.low, sign)), _mm256_xor_ps(a.high, _mm256_and_ps(b.high, sign))};
   }
   INLINE static Words load_bytes(const uint8_t* from) {
     __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
   }
-  INLINE static void store_bytes(uint8_t* to, Words a) {
-    __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(a.low, a.high), kMiddleSwapped);
-    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+  INLINE static void store_bytes(uint8_t* to, const Words (&a)[4], int16_t more) {
+    __m256i added = _mm256_set1_epi16(more);
+    for (int i = 0; i < 4; i += 2) {
+      __m256i front = _mm256_adds_epi16(_mm256_packs_epi32(a[i].low, a[i].high), added);
+      __m256i back = _mm256_adds_epi16(_mm256_packs_epi32(a[i + 1].low, a[i + 1].high), added);
+      __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+      __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), in_order);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kWidth), bytes);
+    }
   }
   INLINE static Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
   INLINE static Words truncated(Floats a) { return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)}; }
-  INLINE static Words look_up_16(const int32_t* table, Words index) { return look_up_32(table, index); }
-  INLINE static Floats look_up_16(const float* table, Words index) { return look_up_32(table, index); }
-  INLINE static Words look_up_32(const int32_t* table, Words index) {
+  INLINE static Words look_up_16(const int32_t* table, Words index) {
+    index = bit_and(index, words(15));
     return {_mm256_i32gather_epi32(table, index.low, 4), _mm256_i32gather_epi32(table, index.high, 4)};
   }
-  INLINE static Floats look_up_32(const float* table, Words index) {
+  INLINE static Floats look_up_16(const float* table, Words index) {
+    index = bit_and(index, words(15));
     return {_mm256_i32gather_ps(table, index.low, 4), _mm256_i32gather_ps(table, index.high, 4)};
   }
   INLINE static Words as_words(Floats a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }

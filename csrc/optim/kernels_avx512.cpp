@@ -3,8 +3,10 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <type_traits>
 
 #include "optim/kernels.h"
@@ -70,23 +72,38 @@ struct Lanes {
   INLINE static Words shifted_right(Words a) {
     return _mm512_maskz_srli_epi32(kAll, a, kBits);
   }
-  INLINE static Words subtract(Words a, Words b) { return _mm512_sub_epi32(a, b); }
-  INLINE static Words minimum(Words a, Words b) { return _mm512_maskz_min_epi32(kAll, a, b); }
-  INLINE static Words maximum(Words a, Words b) { return _mm512_maskz_max_epi32(kAll, a, b); }
-  INLINE static uint32_t largest(Words a) {
-    alignas(64) uint32_t lanes[kWidth];
-    _mm512_store_si512(lanes, a);
-    return *std::max_element(lanes, lanes + kWidth);
+  INLINE static Words upper_halves_less(Words a, uint16_t b) {
+    return _mm512_subs_epu16(a, words(static_cast<uint32_t>(b) << 16));
   }
-  INLINE static Words minus_one_where_negative(Words a) { return _mm512_maskz_srai_epi32(kAll, a, 31); }
-  INLINE static Words add_one_where_at_least(Words a, Floats b, Floats c) {
-    return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(b, c, _CMP_GE_OQ), a, words(1));
+  INLINE static Words maximum(Words a, Words b) { return _mm512_maskz_max_epi32(kAll, a, b); }
+  INLINE static Words unsigned_maximum(Words a, Words b) { return _mm512_maskz_max_epu32(kAll, a, b); }
+  INLINE static Words maximum_where_at_least(Words a, Words b, Floats c, Floats d) {
+    return _mm512_mask_max_epi32(a, _mm512_cmp_ps_mask(c, d, _CMP_GE_OQ), a, b);
+  }
+  INLINE static uint32_t largest(Words a) {
+    constexpr __mmask8 kAllFour = 0xF;
+    __m256i eight = _mm256_max_epu32(_mm512_maskz_extracti64x4_epi64(kAllFour, a, 0),
+                                     _mm512_maskz_extracti64x4_epi64(kAllFour, a, 1));
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    return static_cast<uint32_t>(
+        _mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)))));
+  }
+  INLINE static Floats minimum(Floats a, Floats b) { return _mm512_maskz_min_ps(kAll, a, b); }
+  INLINE static Floats negated_where_negative(Floats a, Floats b) {
+    constexpr int kFirstXorSecondAndThird = 0x78;
+    return as_floats(_mm512_ternarylogic_epi32(as_words(a), as_words(b), words(0x80000000), kFirstXorSecondAndThird));
   }
   INLINE static Words load_bytes(const uint8_t* from) {
     return _mm512_maskz_cvtepu8_epi32(kAll, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
-  INLINE static void store_bytes(uint8_t* to, Words a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(kAll, a));
+  // Instructions that narrow work on each 128 bits, so what they leave is a matrix of four by four to be transposed.
+  INLINE static void store_bytes(uint8_t* to, const Words (&a)[4], int16_t more) {
+    __m512i added = _mm512_set1_epi16(more);
+    __m512i front = _mm512_adds_epi16(_mm512_packs_epi32(a[0], a[1]), added);
+    __m512i back = _mm512_adds_epi16(_mm512_packs_epi32(a[2], a[3]), added);
+    __m512i transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_maskz_permutexvar_epi32(kAll, transposed, _mm512_packus_epi16(front, back)));
   }
   INLINE static Floats to_floats(Words a) { return _mm512_maskz_cvtepi32_ps(kAll, a); }
   INLINE static Words truncated(Floats a) { return _mm512_maskz_cvttps_epi32(kAll, a); }
@@ -95,12 +112,6 @@ struct Lanes {
   }
   INLINE static Floats look_up_16(const float* table, Words index) {
     return _mm512_maskz_permutexvar_ps(kAll, index, _mm512_load_ps(table));
-  }
-  INLINE static Words look_up_32(const int32_t* table, Words index) {
-    return _mm512_permutex2var_epi32(_mm512_load_si512(table), index, _mm512_load_si512(table + 16));
-  }
-  INLINE static Floats look_up_32(const float* table, Words index) {
-    return _mm512_permutex2var_ps(_mm512_load_ps(table), index, _mm512_load_ps(table + 16));
   }
   INLINE static Words as_words(Floats a) { return _mm512_castps_si512(a); }
   INLINE static Floats as_floats(Words a) { return _mm512_castsi512_ps(a); }

@@ -1,8 +1,10 @@
 // One lane, on any CPU. The numbers are those of the other sets; without an FMA instruction they take long.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <type_traits>
 
 #include "optim/kernels.h"
@@ -87,20 +89,21 @@ struct Lanes {
   static Words shifted_right(Words a) {
     return a >> kBits;
   }
-  static Words subtract(Words a, Words b) { return a - b; }
-  static Words minimum(Words a, Words b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
+  static Words upper_halves_less(Words a, uint16_t b) { return (a & 0xFFFF) | (a >> 16 > b ? (a >> 16) - b : 0) << 16; }
   static Words maximum(Words a, Words b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static Words unsigned_maximum(Words a, Words b) { return std::max(a, b); }
+  static Words maximum_where_at_least(Words a, Words b, Floats c, Floats d) { return c >= d ? maximum(a, b) : a; }
   static uint32_t largest(Words a) { return a; }
-  static Words minus_one_where_negative(Words a) { return a >> 31 ? ~0u : 0; }
-  static Words add_one_where_at_least(Words a, Floats b, Floats c) { return a + (b >= c ? 1 : 0); }
+  static Floats minimum(Floats a, Floats b) { return std::min(a, b); }
+  static Floats negated_where_negative(Floats a, Floats b) { return std::signbit(b) ? -a : a; }
   static Words load_bytes(const uint8_t* from) { return *from; }
-  static void store_bytes(uint8_t* to, Words a) { *to = static_cast<uint8_t>(a); }
+  static void store_bytes(uint8_t* to, const Words (&a)[4], int16_t more) {
+    for (Words word : a) *to++ = static_cast<uint8_t>(std::clamp(static_cast<int32_t>(word) + more, 0, 255));
+  }
   static Floats to_floats(Words a) { return static_cast<float>(static_cast<int32_t>(a)); }
   static Words truncated(Floats a) { return static_cast<uint32_t>(static_cast<int32_t>(a)); }
-  static Words look_up_16(const int32_t* table, Words index) { return static_cast<uint32_t>(table[index]); }
-  static Floats look_up_16(const float* table, Words index) { return table[index]; }
-  static Words look_up_32(const int32_t* table, Words index) { return static_cast<uint32_t>(table[index]); }
-  static Floats look_up_32(const float* table, Words index) { return table[index]; }
+  static Words look_up_16(const int32_t* table, Words index) { return static_cast<uint32_t>(table[index & 15]); }
+  static Floats look_up_16(const float* table, Words index) { return table[index & 15]; }
   static Words as_words(Floats a) { return bits_as<uint32_t>(a); }
   static Floats as_floats(Words a) { return bits_as<float>(a); }
 
