@@ -112,7 +112,7 @@ struct Lanes {
   INLINE static Words shifted_right(Words a) {
     return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
   }
-  INLINE static Words upper_halves_less(Words a, uint16_t b) {
+  INLINE static Words upper_halves_less_saturated(Words a, uint16_t b) {
     Words less = words(static_cast<uint32_t>(b) << 16);
     return {_mm256_subs_epu16(a.low, less.low), _mm256_subs_epu16(a.high, less.high)};
   }

@@ -72,7 +72,7 @@ struct Lanes {
   INLINE static Words shifted_right(Words a) {
     return _mm512_maskz_srli_epi32(kAll, a, kBits);
   }
-  INLINE static Words upper_halves_less(Words a, uint16_t b) {
+  INLINE static Words upper_halves_less_saturated(Words a, uint16_t b) {
     return _mm512_subs_epu16(a, words(static_cast<uint32_t>(b) << 16));
   }
   INLINE static Words maximum(Words a, Words b) { return _mm512_maskz_max_epi32(kAll, a, b); }

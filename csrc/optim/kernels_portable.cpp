@@ -89,7 +89,9 @@ struct Lanes {
   static Words shifted_right(Words a) {
     return a >> kBits;
   }
-  static Words upper_halves_less(Words a, uint16_t b) { return (a & 0xFFFF) | (a >> 16 > b ? (a >> 16) - b : 0) << 16; }
+  static Words upper_halves_less_saturated(Words a, uint16_t b) {
+    return (a & 0xFFFF) | (a >> 16 > b ? (a >> 16) - b : 0) << 16;
+  }
   static Words maximum(Words a, Words b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
   static Words unsigned_maximum(Words a, Words b) { return std::max(a, b); }
   static Words maximum_where_at_least(Words a, Words b, Floats c, Floats d) { return c >= d ? maximum(a, b) : a; }

@@ -166,6 +166,47 @@ def test_every_code_comes_back_and_every_value_gets_the_nearest(signed: bool, in
     assert torch.equal(all_scales.view(2, -1)[0 if signed else 1], expected[1])
 
 
+LEAST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [LARGEST, -LARGEST, LARGEST / 3, 1.0, LEAST],  # the inverse of the scale is no normal number
+        [-LARGEST, LARGEST / 1e7, 2.0**126],
+        [LEAST, -LEAST / 2, LEAST / 4, 0.0],
+        [LEAST / 2, -LEAST / 4],
+        [-0.0, 0.0],
+        [-3.0, 3.0, -1e-30],
+        [torch.nan, -LARGEST],
+        [-torch.nan, LARGEST],
+        [-torch.inf, 1.0],
+    ],
+)
+@pytest.mark.parametrize("instructions", kernel.INSTRUCTIONS)
+def test_blocks_at_the_ends_of_what_fp32_can_say(values: list[float], instructions: str) -> None:
+    """First moments that are the gradient at once."""
+    at_once = AdamSettings(
+        lr=0.0, betas=(0.0, 1.0), eps=1.0, weight_decay=0.0, decoupled_weight_decay=True, maximize=False, fused=True
+    )
+    grad = torch.tensor(values).repeat(BLOCK_NUMEL)[:BLOCK_NUMEL]
+    codes = {name: torch.zeros(BLOCK_NUMEL, dtype=torch.uint8) for name in MOMENTS}
+    scales, master = torch.zeros(2), torch.zeros(BLOCK_NUMEL)
+    kernel.update(
+        at_once,
+        step=1,
+        grad_scale=1.0,
+        pieces=[GradPiece(0, grad)],
+        **codes,
+        scales=scales,
+        master=master,
+        instructions=instructions,
+    )
+    expected, scale = encode(grad, signed=True)
+    assert torch.equal(codes["exp_avg"], expected)
+    assert torch.equal(scales[:1], scale) or (scales[0].isnan() and scale[0].isnan())
+
+
 @given(seed=st.integers(0, 1 << 20), numel=st.integers(1, 2000), signed=st.booleans(), power=st.integers(-130, 110))
 def test_decoded_moments_have_the_same_codes(seed: int, numel: int, signed: bool, power: int) -> None:
     random = torch.Generator().manual_seed(seed)
