@@ -15,18 +15,26 @@ namespace {
 
 const ForkGuard loaded;
 
-int note_runtime(dl_phdr_info* library, size_t, void* path) {
-  const char* name = std::strrchr(library->dlpi_name, '/');
-  if (name == nullptr || std::strncmp(name, "/libgomp", 8) != 0) return 0;
+bool is_called(const char* path, const char* beginning) {
+  const char* name = std::strrchr(path, '/');
+  return name != nullptr && std::strncmp(name + 1, beginning, std::strlen(beginning)) == 0;
+}
+
+int note_torch(dl_phdr_info* library, size_t, void* path) {
+  if (!is_called(library->dlpi_name, "libtorch_cpu.so")) return 0;
   *static_cast<std::string*>(path) = library->dlpi_name;  // no more than that: the loader holds a lock
   return 1;
 }
 
+// Through torch's library, in which its own runtime is found: others of that name may be loaded for other packages.
 void* find_parallel() {
   std::string path;
-  if (dl_iterate_phdr(note_runtime, &path) == 0) return nullptr;
-  void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // it stays: so does the runtime
-  return handle == nullptr ? nullptr : dlsym(handle, "GOMP_parallel");
+  if (dl_iterate_phdr(note_torch, &path) == 0) return nullptr;
+  void* torch = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // it stays: so does torch
+  void* parallel = torch == nullptr ? nullptr : dlsym(torch, "GOMP_parallel");
+  Dl_info runtime{};
+  bool is_gnus = parallel != nullptr && dladdr(parallel, &runtime) != 0 && is_called(runtime.dli_fname, "libgomp");
+  return is_gnus ? parallel : nullptr;
 }
 
 }  // namespace

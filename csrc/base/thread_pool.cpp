@@ -28,14 +28,13 @@ void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_
     return;
   }
   std::lock_guard<std::mutex> turn(turn_);
-  int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
   if (Parallel parallel = openmp_parallel()) {  // [Note: One team]
     set_job(count, body);
-    parallel([](void* pool) { static_cast<ThreadPool*>(pool)->take_part(); }, this, static_cast<unsigned>(helpers + 1),
-             0);
+    parallel([](void* pool) { static_cast<ThreadPool*>(pool)->take_part(); }, this, static_cast<unsigned>(threads), 0);
     if (failure_) std::rethrow_exception(failure_);
     return;
   }
+  int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
   start_threads(helpers);
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -486,6 +488,43 @@ def test_torchs_own_threads_take_part_where_it_has_gnus_openmp() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS_AFTER_AN_UPDATE], capture_output=True, text=True, check=True)
     threads, has_libgomp = done.stdout.split()
     assert (threads, has_libgomp) in (("0", "True"), ("2", "False"))
+
+
+THREADS_BESIDE_ANOTHER_RUNTIME = """
+import ctypes, sys
+from pathlib import Path
+another = ctypes.CDLL(sys.argv[1])
+import torch
+from infinity.optim import kernel
+
+def threads():
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+torch.ones(1 << 20).add_(1)
+before = threads()
+kernel.accumulate(torch.zeros(1 << 20), torch.ones(1 << 20))
+kernel.accumulate(torch.zeros(40000), torch.ones(40000))  # two shares for three threads
+torch.ones(1 << 20).add_(1)
+print(len(before), before == threads())
+"""
+
+
+def test_no_threads_come_or_go_beside_another_openmp_runtime(tmp_path: Path) -> None:
+    """As packages bring one along that was loaded before torch, under a name of its own."""
+    runtimes = [*(Path(torch.__file__).parent / "lib").glob("libgomp*")]
+    if not runtimes:
+        pytest.skip("torch has no OpenMP of GNU's in its folder here")
+    another = tmp_path / "libgomp-another.so"
+    name = runtimes[0].name.encode()
+    another.write_bytes(runtimes[0].read_bytes().replace(name, name.replace(b"gomp", b"gimp")))
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS_BESIDE_ANOTHER_RUNTIME, str(another)],
+        env=os.environ | {"OMP_NUM_THREADS": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["3", "True"]
 
 
 def test_several_python_threads_may_update_at_once() -> None:
