@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cassert>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "base/openmp.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 namespace {
@@ -95,13 +97,21 @@ bool Transfer::wait_for(std::chrono::microseconds limit) {
 }
 
 bool Transfer::wait_with_team_for(std::chrono::microseconds limit) {
-  if (wait_for(std::min(limit, kWaitAlone))) return true;
+  auto alone = std::min(limit, kWaitAlone);
+  if (wait_for(alone)) return true;
+  limit -= alone;
   Parallel parallel = openmp_parallel();
   if (parallel == nullptr) return wait_for(limit);
   struct Wait {
     Transfer& transfer;
     std::chrono::microseconds limit;
-    void run() noexcept { transfer.wait_for(limit); }
+    std::thread::id waiter = std::this_thread::get_id();
+    Gate over{};
+    void run() noexcept {
+      if (std::this_thread::get_id() != waiter) return over.wait();
+      transfer.wait_for(limit);
+      over.open();
+    }
   } wait{*this, limit};
   parallel([](void* one) { static_cast<Wait*>(one)->run(); }, &wait, kWholeTeam, 0);
   return done();

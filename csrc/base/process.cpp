@@ -2,12 +2,14 @@
 #include "base/process.h"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
@@ -90,6 +92,17 @@ void ForkGuard::check(const char* what) const {
                              " belongs to the process that made it and can't be used in a forked child: make a new one "
                              "there, or start the child with spawn");
   }
+}
+
+void Gate::wait() noexcept {
+  while (is_open_.load(std::memory_order_acquire) == 0) {
+    syscall(SYS_futex, &is_open_, FUTEX_WAIT_PRIVATE, 0, nullptr, nullptr, 0);
+  }
+}
+
+void Gate::open() noexcept {
+  is_open_.store(1, std::memory_order_release);
+  syscall(SYS_futex, &is_open_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
 std::thread start_io_thread(const std::string& name, std::function<void()> body) {

@@ -4,6 +4,8 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -33,6 +35,16 @@ class ForkGuard {
 
  private:
   pid_t pid_ = getpid();
+};
+
+// Closed until it is opened, which happens once. Those who wait at it wake without a lock that each of them would take.
+class Gate {
+ public:
+  void wait() noexcept;
+  void open() noexcept;
+
+ private:
+  std::atomic<uint32_t> is_open_{0};
 };
 
 // Calls `open`, which gives a descriptor, or something below 0, and returns what it gives. No child ever has the
