@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -22,6 +23,10 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     run: Callable[[argparse.Namespace], int] = options.func
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # what is printed may hold what the terminal's encoding does not
     try:
         code = run(options)
         _flush()

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -138,8 +136,6 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
     from rich.console import Console
     from rich.text import Text
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
     console = Console(highlight=False)
     width = min(console.width, _WIDTH_MAX)
 
