@@ -41,6 +41,7 @@ class ScriptedTransfer:
         self.done = False
         self.failure: IoError | None = None
         self.waited = False
+        self.waited_with_team: bool | None = None
 
     def end(self, failure: IoError | None = None) -> None:
         assert not self.done
@@ -58,6 +59,7 @@ class ScriptedTransfer:
         self.done, self.failure = True, failure
 
     def wait(self, *, with_team: bool) -> None:
+        self.waited_with_team = with_team
         if not self.done:
             self.waited = True
             self.end(self.engine.failure_of(self.request))
@@ -240,6 +242,14 @@ def test_write_then_read_of_the_same_chunk_sees_the_new_bytes(real: Bench) -> No
         assert real.read(chunk) == [value]
     real.stager.settle_all()
     assert real.is_clean()
+
+
+@pytest.mark.parametrize("is_discrete", [False, True])
+def test_a_thread_that_computes_on_the_cpu_waits_with_its_team(is_discrete: bool, bench: Bench) -> None:
+    """On a GPU there is none: OpenMP's threads have other work, or none."""
+    bench.device.is_discrete = is_discrete
+    bench.read(bench.chunk())
+    assert [transfer.waited_with_team for transfer in bench.engine.transfers] == [not is_discrete]
 
 
 def test_chunk_of_many_spans_is_gathered_into_one_lease(real: Bench) -> None:
