@@ -97,7 +97,7 @@ def pages_are_current() -> None:
     }.items():
         made = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
         if made.returncode != 0:
-            raise CheckError(f"{' '.join(words)}: {made.stderr.splitlines()[-1]}")
+            raise CheckError(f"{' '.join(words)}: {(made.stderr.splitlines() or ['no output'])[-1]}")
         if made.stdout != (ROOT / page).read_text():
             raise CheckError(f"{page} is old: python {' '.join(words)} > {page}")
 

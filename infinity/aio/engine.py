@@ -231,7 +231,7 @@ class IoEngine:
     def wait(self, transfers: Sequence[Transfer], *, with_team: bool = False) -> None:
         """Wait until all transfers are done; the time counts as stall.
 
-        with_team: this thread computes on the CPU, and the OpenMP threads that do it with it sleep meanwhile.
+        with_team: this thread computes on the CPU; its OpenMP threads sleep meanwhile.
         Raises the IoError of the first one that failed, after all have ended.
         """
         failure: Exception | None = None

@@ -23,8 +23,8 @@ from infinity.swap.shard import PagedShard
 
 
 class PagedState:
-    """Makes, loads and counts on what `state` of an optimizer holds: `state[parameter]` is given with each call, as torch sets
-    `state` anew when it loads.
+    """Makes and loads what `state` of an optimizer holds, and counts its steps. `state[parameter]` is given with each call, as
+    torch sets `state` anew when it loads.
 
     Args:
         kind: the optimizer's name, for errors.

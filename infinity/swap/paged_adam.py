@@ -84,10 +84,10 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
             # A copy beside a master in full is made after the update, which doesn't read it.
             reads_all = sub.layout.split or Field.COMPUTE not in sub.layout.fields
-            adams = sub.layout.moments == FIELDS[: len(MOMENTS)]
+            has_adams_moments = sub.layout.moments == FIELDS[: len(MOMENTS)]
             on_drive = not sub.rests_in_host and sub.gradient_extent is None
             checked = self._paging.paged.stager.io.checked
-            sub.chunk.verified_by_user = fused and alone and reads_all and adams and on_drive and checked
+            sub.chunk.verified_by_user = fused and alone and reads_all and has_adams_moments and on_drive and checked
 
     def _settings(self, group: dict[str, Any]) -> Any:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
