@@ -107,9 +107,9 @@ format: setup-dev ## lay out Python and C++ the house's way
 	$(VENV_PYTHON) -m ruff format .
 	$(CXX_FILES) | xargs -r .venv/bin/clang-format -i
 
-clean: ## remove what was built, but not .venv
-	rm -rf build dist *.egg-info infinity/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .nvme
+clean: ## remove what was built, but neither .venv nor runs in .nvme
+	rm -rf build dist *.egg-info infinity/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv with those that stand on it
-	rm -rf .venv .venv-*
+distclean: clean ## the same, .venv with those that stand on it, and .nvme with every durable run in it
+	rm -rf .venv .venv-* .nvme

@@ -1,7 +1,7 @@
 """Train a byte-level language model whose parameters and optimizer state rest on NVMe.
 
 python examples/train_lm.py                          40 M parameters on the source of Python's standard library
-python examples/train_lm.py --params 1B --steps 3    a larger one, in the same amount of pinned memory
+python examples/train_lm.py --params 1B --steps 3    a larger one
 python examples/train_lm.py --in-memory              the same training without offload: the oracle
 torchrun --nproc-per-node 2 examples/train_lm.py     sharded over two ranks
 python examples/train_lm.py --durability step --resume      goes on where it was killed, as if it never had been

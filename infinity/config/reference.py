@@ -23,7 +23,7 @@ or base64 of the JSON. Every key is optional unless it says otherwise.
 - Booleans may be the strings "true" and "false", integers may be written as `1e9` or `"40M"`, and byte counts as
   `"512MiB"`. `null` is the same as leaving the key out.
 - `"auto"` may stand for any value. `Config.resolve(world_size=..., hidden_size=..., lr=..., ...)` fills it from the
-  caller's arguments by name; what nobody fills takes the default below.
+  caller's arguments by name; what nobody fills takes the default below, unless its row says what auto does.
 - `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · number of ranks. Two give the
   third; what can't be derived is 1.
 - A key that exists in DeepSpeed and means nothing here is accepted and listed in `Config.ignored`. A key that exists

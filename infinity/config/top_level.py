@@ -40,7 +40,7 @@ class TopLevel(Block):
         None, "Samples per forward and backward pass on one rank.", unit="samples"
     )
     gradient_accumulation_steps: Positive | None = key(
-        None, "Forward and backward passes per optimizer step.", unit="passes"
+        None, "Micro-batches per optimizer step, each a forward and a backward.", unit="micro-batches"
     )
     gradient_clipping: Amount = key(0.0, "Largest norm of the whole gradient; 0 does not clip.", unit="norm")
     steps_per_print: Annotated[int, INTERVAL] = key(

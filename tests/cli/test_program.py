@@ -1,7 +1,8 @@
-"""How both programs end where nobody reads what they print."""
+"""How our programs end where nobody reads what they print, or what they print can't be written."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,3 +16,11 @@ def test_an_error_is_one_line_wherever_stdout_goes(stdout: str) -> None:
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert line.startswith("infinity-ckpt: /nothing is not a folder")
+
+
+def test_what_the_terminals_encoding_lacks_is_printed_in_another_way() -> None:
+    command = [sys.executable, "-m", "infinity.cli.bench", "plan", "--params", "1B", "--preset", "rtx4090-gen4"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\u" in done.stdout

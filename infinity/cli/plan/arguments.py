@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="samples per GPU and pass (default: 1)",
+        help="samples per micro-batch and GPU (default: 1)",
     )
     training.add_argument(
         "--accumulation",
         type=count,
         default=1,
         metavar="N",
-        help="passes per step (default: 1)",
+        help="micro-batches per step (default: 1)",
     )
     add_schedule(training, default="horizontal")
     training.add_argument("--no-checkpointing", action="store_true", help="keep all activations, recompute none")

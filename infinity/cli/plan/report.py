@@ -76,7 +76,7 @@ def _about(plan: Plan) -> str:
     recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
     return (
         f"[bold]{format_count(model.numel)} parameters[/]{_experts_in_words(model)}: {model.layers} blocks, hidden size "
-        f"{model.hidden}, vocabulary {model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, "
+        f"{model.hidden}, vocabulary {model.vocab}; {work.samples} x {model.seq} tokens a micro-batch and rank, "
         f"{_micro_batches_in_words(work)}, activations {recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, "
         f"{machine.flops_per_s / 1e12:.3g} TFLOP/s each"
     )
@@ -95,7 +95,7 @@ def _experts_in_words(model: Transformer) -> str:
 def _micro_batches_in_words(work: Work) -> str:
     if work.schedule == "vertical" and work.micro_batches > 1:
         return f"{work.micro_batches} micro-batches at once"
-    return f"{work.micro_batches} passes a step"
+    return f"{work.micro_batches} micro-batches a step"
 
 
 def _table(plans: list[Plan], chosen: Plan | None) -> Table:
