@@ -144,26 +144,33 @@ def test_every_code_comes_back_and_every_value_gets_the_nearest(signed: bool, in
     tiny = (values > 0) & (values < table[1] / 2) if not signed else torch.zeros_like(values, dtype=torch.bool)
     assert (distance <= nearest * (1 + 1e-4))[~tiny].all()  # in the very middle, either of the two
     assert (codes[tiny] == 1).all()  # no zero for what isn't zero
-    # The kernel, with betas of which the moments are the gradient and its square at once.
+    grad = values if signed else values.sqrt()
+    expected = encode(grad if signed else grad * grad, signed=signed)
+    field, of_field = ("exp_avg", 0) if signed else ("exp_avg_sq", 1)
+    codes, scales = coded_at_once(grad, instructions)
+    assert torch.equal(codes[field], expected[0])
+    assert torch.equal(scales[of_field], expected[1])
+
+
+def coded_at_once(grad: torch.Tensor, instructions: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The codes, by field, and scales (a row for each) by the kernel, with betas of which the moments are the gradient and its
+    square at once."""
     at_once = AdamSettings(
         lr=0.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0, decoupled_weight_decay=True, maximize=False, fused=True
     )
-    grad = values if signed else values.sqrt()
-    expected = encode(grad if signed else grad * grad, signed=signed)
-    fields = {name: torch.zeros(values.numel(), dtype=torch.uint8) for name in MOMENTS}
-    all_scales = torch.zeros(2 * blocks_of(values.numel()))
+    codes = {name: torch.zeros(grad.numel(), dtype=torch.uint8) for name in MOMENTS}
+    scales = torch.zeros(2, blocks_of(grad.numel()))
     kernel.update(
         at_once,
         step=1,
         grad_scale=1.0,
         pieces=[GradPiece(0, grad)],
-        **fields,
-        scales=all_scales,
-        master=torch.zeros(values.numel()),
+        **codes,
+        scales=scales.view(-1),
+        master=torch.zeros(grad.numel()),
         instructions=instructions,
     )
-    assert torch.equal(fields["exp_avg" if signed else "exp_avg_sq"], expected[0])
-    assert torch.equal(all_scales.view(2, -1)[0 if signed else 1], expected[1])
+    return codes, scales
 
 
 LEAST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -185,26 +192,12 @@ LEAST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 )
 @pytest.mark.parametrize("instructions", kernel.INSTRUCTIONS)
 def test_blocks_at_the_ends_of_what_fp32_can_say(values: list[float], instructions: str) -> None:
-    """First moments that are the gradient at once."""
-    at_once = AdamSettings(
-        lr=0.0, betas=(0.0, 1.0), eps=1.0, weight_decay=0.0, decoupled_weight_decay=True, maximize=False, fused=True
-    )
     grad = torch.tensor(values).repeat(BLOCK_NUMEL)[:BLOCK_NUMEL]
-    codes = {name: torch.zeros(BLOCK_NUMEL, dtype=torch.uint8) for name in MOMENTS}
-    scales, master = torch.zeros(2), torch.zeros(BLOCK_NUMEL)
-    kernel.update(
-        at_once,
-        step=1,
-        grad_scale=1.0,
-        pieces=[GradPiece(0, grad)],
-        **codes,
-        scales=scales,
-        master=master,
-        instructions=instructions,
-    )
-    expected, scale = encode(grad, signed=True)
-    assert torch.equal(codes["exp_avg"], expected)
-    assert torch.equal(scales[:1], scale) or (scales[0].isnan() and scale[0].isnan())
+    codes, scales = coded_at_once(grad, instructions)
+    for signed, name, moment in ((True, "exp_avg", grad), (False, "exp_avg_sq", grad * grad)):
+        expected, scale = encode(moment, signed=signed)
+        assert torch.equal(codes[name], expected)
+        assert torch.allclose(scales[int(not signed)], scale, rtol=0, atol=0, equal_nan=True)
 
 
 @given(seed=st.integers(0, 1 << 20), numel=st.integers(1, 2000), signed=st.booleans(), power=st.integers(-130, 110))
