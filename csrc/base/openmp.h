@@ -18,8 +18,8 @@ constexpr unsigned kWholeTeam = 0;
 // has to share the cores with them, and a second thread gains nothing while they spin. The team that spins does the
 // work instead. Nothing is linked and nothing is loaded for it, so there is never a second runtime.
 //
-// Every job takes the whole team, also where a part of it would do: the runtime ends the threads that a smaller team
-// leaves out, and starts others for the next one.
+// A job takes all threads that it may, also where fewer would do: the runtime ends those that a smaller team leaves
+// out, and starts others for the next one.
 //
 // The team would spin, too, while the thread that computes waits for a drive. So it is taken along into the wait, where
 // it sleeps at a gate that this thread opens when the bytes are there. None of it waits for a lock that the others

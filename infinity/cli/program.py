@@ -24,9 +24,8 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # what is printed may hold what the terminal's encoding does not
+        # What is printed, such as a path, may hold what the terminal's encoding does not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run(options)
         _flush()
