@@ -71,3 +71,6 @@ def split(
 
 def accumulate(*, grad_dtype: str, grads: int, numel: int, sums: int, threads: int, instructions: str) -> None:
     """Add `numel` gradients at `grads` to those at `sums` (fp32)."""
+
+def norms(*, gradients: Sequence[tuple[str, int, int]], threads: int, instructions: str) -> npt.NDArray[np.float32]:
+    """The 2-norm of each gradient: (dtype, address, numel)."""

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -344,10 +345,22 @@ std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute
 
 void accumulate(Grad grad, const void* grads, int64_t numel, float* sums, const Means& means) {
   auto* kernel = kernels_named(means.instructions).accumulate[static_cast<size_t>(grad)];
-  const int64_t itemsize = grad == Grad::kFloat32 ? 4 : 2;
   Ties none{nullptr, nullptr};
   run_blocks(numel, none, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay&) {
-    kernel(static_cast<const std::byte*>(grads) + begin * itemsize, end - begin, sums + begin);
+    kernel(static_cast<const std::byte*>(grads) + begin * itemsize(grad), end - begin, sums + begin);
+  });
+}
+
+void norms(const std::vector<Whole>& wholes, float* norms, const Means& means) {
+  const auto& kernels = kernels_named(means.instructions).norm;
+  std::vector<size_t> order(wholes.size());
+  std::iota(order.begin(), order.end(), 0);
+  auto takes_longer = [&](size_t a, size_t b) { return wholes[a].numel > wholes[b].numel; };
+  std::stable_sort(order.begin(), order.end(), takes_longer);  // so that no thread is left with a long one
+  ThreadPool::here().run(means.threads, static_cast<int64_t>(order.size()), [&](int64_t i) {
+    size_t number = order[static_cast<size_t>(i)];
+    const Whole& whole = wholes[number];
+    norms[number] = kernels[static_cast<size_t>(whole.grad)](whole.grads, whole.numel);
   });
 }
 

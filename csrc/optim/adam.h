@@ -108,4 +108,14 @@ std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute
 // Adds `numel` gradients to `sums`.
 void accumulate(Grad grad, const void* grads, int64_t numel, float* sums, const Means& means);
 
+// The gradient of one parameter.
+struct Whole {
+  Grad grad;
+  const void* grads;
+  int64_t numel;
+};
+
+// Sets `norms` to the 2-norm of each in turn, as torch adds up its squares on a CPU with AVX2: see [Note: Norms].
+void norms(const std::vector<Whole>& wholes, float* norms, const Means& means);
+
 }  // namespace infinity::optim

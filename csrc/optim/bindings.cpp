@@ -137,6 +137,21 @@ void accumulate_grads(const std::string& grad_dtype, Address grads, int64_t nume
   accumulate(grad, at<const void>(grads), numel, at<float>(sums), means);
 }
 
+py::array_t<float> norms_of(const std::vector<std::tuple<std::string, Address, int64_t>>& rows, int threads,
+                            const std::string& instructions) {
+  Means means = means_of(threads, instructions);
+  std::vector<Whole> wholes;
+  wholes.reserve(rows.size());
+  for (const auto& [dtype, address, numel] : rows) wholes.push_back({grad_of(dtype), at<const void>(address), numel});
+  py::array_t<float> computed(static_cast<py::ssize_t>(wholes.size()));
+  float* into = computed.mutable_data();
+  {
+    py::gil_scoped_release release;
+    norms(wholes, into, means);
+  }
+  return computed;
+}
+
 }  // namespace
 }  // namespace infinity::optim
 
@@ -156,4 +171,6 @@ PYBIND11_MODULE(_optim, module) {
              py::arg("remainder"), py::arg("threads"), py::arg("instructions"));
   module.def("accumulate", &optim::accumulate_grads, py::kw_only(), py::arg("grad_dtype"), py::arg("grads"),
              py::arg("numel"), py::arg("sums"), py::arg("threads"), py::arg("instructions"));
+  module.def("norms", &optim::norms_of, py::kw_only(), py::arg("gradients"), py::arg("threads"),
+             py::arg("instructions"));
 }

@@ -64,6 +64,7 @@ struct Kernels {
   void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
                 TiesOnTheWay&);
   void (*accumulate[3])(const void* grads, int64_t numel, float* sums);  // by Grad
+  float (*norm[3])(const void* grads, int64_t numel);                    // by Grad
 };
 
 extern const Kernels kAvx512Kernels;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -45,6 +46,13 @@ struct Lanes {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
   }
   INLINE static bool any_nan(Floats a) { return _mm256_movemask_ps(unordered(a)) != 0; }
+
+  using Eight = __m256;
+  INLINE static Eight eight_zeros() { return _mm256_setzero_ps(); }
+  INLINE static void add_by_eights(Eight& sums, Floats a, int64_t) {
+    sums = _mm256_add_ps(_mm256_add_ps(sums, a.low), a.high);
+  }
+  INLINE static void store(float* to, Eight sums) { _mm256_storeu_ps(to, sums); }
 
   INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
   INLINE static Halves load_halves(const uint16_t* from) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -32,6 +33,15 @@ struct Lanes {
   INLINE static Floats square_root(Floats a) { return _mm512_maskz_sqrt_ps(kAll, a); }
   INLINE static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   INLINE static bool any_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
+
+  using Eight = __m256;
+  INLINE static Eight eight_zeros() { return _mm256_setzero_ps(); }
+  INLINE static void add_by_eights(Eight& sums, Floats a, int64_t) {
+    constexpr __mmask8 kAllEight = 0xFF;
+    sums = _mm256_add_ps(sums, _mm512_maskz_extractf32x8_ps(kAllEight, a, 0));
+    sums = _mm256_add_ps(sums, _mm512_maskz_extractf32x8_ps(kAllEight, a, 1));
+  }
+  INLINE static void store(float* to, Eight sums) { _mm256_storeu_ps(to, sums); }
 
   INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
   INLINE static Halves load_halves(const uint16_t* from) {

@@ -61,6 +61,11 @@ struct Lanes {
   static Floats multiply_add(Floats a, Floats b, Floats c) { return std::fma(a, b, c); }
   static bool any_nan(Floats a) { return std::isnan(a); }
 
+  using Eight = std::array<float, 8>;
+  static Eight eight_zeros() { return {}; }
+  static void add_by_eights(Eight& sums, Floats a, int64_t at) { sums[static_cast<size_t>(at % 8)] += a; }
+  static void store(float* to, const Eight& sums) { std::copy(sums.begin(), sums.end(), to); }
+
   static Halves halves(uint16_t value) { return value; }
   static Halves load_halves(const uint16_t* from) { return *from; }
   static void store_halves(uint16_t* to, Halves value) { *to = value; }

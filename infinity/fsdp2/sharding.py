@@ -180,6 +180,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether this rank has all of a tensor."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1
+
+
 def in_backward() -> bool:
     """Whether autograd is at work: a gather, or a forward that activation checkpointing runs again, belongs to a backward."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.sharding import is_alone, local_of
 
 Scalar = float | torch.Tensor
 """A number, or a tensor (0-D, fp32) of the device whose value the host has not asked for yet."""
@@ -26,7 +27,8 @@ def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter,
         if parameter in taken:
             norms.append(taken[parameter])
         elif parameter.grad is not None:
-            norms.append(torch.linalg.vector_norm(parameter.grad, 2.0))
+            grad = local_of(parameter.grad) if is_alone(parameter.grad) else parameter.grad
+            norms.append(torch.linalg.vector_norm(grad, 2.0))
     if not norms:
         raise InfinityError("step() without gradients: call backward(loss) before it")
     norm = torch.linalg.vector_norm(torch.stack(norms), 2.0)  # as torch.nn.utils.get_total_norm computes it

@@ -9,7 +9,7 @@ training thread, and by autograd's threads on its behalf; see infinity/swap/READ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.fsdp2.sharding import local_of
+from infinity.fsdp2.sharding import is_alone, local_of
+from infinity.optim.kernel import norms, norms_match_torch
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.paged_tensor import PagedTensor
@@ -101,8 +102,8 @@ class GradientLap:
             for shard, parameter in zip(shards, parameters, strict=True)
         }
         self._paging.waiting_gradients.take(group, gradients)
-        for shard, parameter in zip(shards, parameters, strict=True):
-            self._note_norm(parameter)
+        self._note_norms(parameters)
+        for shard in shards:
             shard.move_gradient_to(GradientState.TAKEN)
 
     def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -122,8 +123,8 @@ class GradientLap:
         `settings`: with which each parameter is updated; those of the step must be the same.
         """
         self._pop_arrived(group)
+        self._note_norms([*settings])
         for parameter, used in settings.items():
-            self._note_norm(parameter)
             self._applied[parameter] = used
             trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
 
@@ -214,13 +215,14 @@ class GradientLap:
                 trained_shard(parameter).move_gradient_to(GradientState.NONE)
         return [parameter for parameter in arrived if parameter.grad is not None]
 
-    def _note_norm(self, parameter: nn.Parameter) -> None:
-        """Of a gradient that `.grad` shows no more: whoever would use it is refused."""
-        norm = torch._foreach_norm([_grad_of(parameter)])[0]
-        stand_in = self._stand_ins.get(parameter) or StandIn(parameter, trained_shard(parameter).name)
-        self._stand_ins[parameter] = self._shown[parameter] = stand_in
-        stand_in.show()
-        self.norms[parameter] = norm
+    def _note_norms(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Of gradients that `.grad` shows no more: whoever would use them is refused."""
+        norms = _norms_of([_grad_of(parameter) for parameter in parameters])
+        for parameter, norm in zip(parameters, norms, strict=True):
+            stand_in = self._stand_ins.get(parameter) or StandIn(parameter, trained_shard(parameter).name)
+            self._stand_ins[parameter] = self._shown[parameter] = stand_in
+            stand_in.show()
+            self.norms[parameter] = norm
 
     def _update_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`. An exception leaves what isn't."""
@@ -254,6 +256,16 @@ def _lost_gradients() -> InfinityError:
         "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the step anew with "
         "its first micro-batch"
     )
+
+
+def _norms_of(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm (0-D) of each gradient, as torch has it: over several ranks a DTensor, of which this rank holds its part."""
+    if not all(is_alone(grad) for grad in grads):
+        return [torch._foreach_norm([grad])[0] for grad in grads]
+    here = [local_of(grad).view(-1) for grad in grads]
+    if all(grad.is_cpu for grad in here) and norms_match_torch():
+        return norms(here).unbind()
+    return torch._foreach_norm(here)
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -465,6 +465,29 @@ def test_gradients_are_summed_as_by_torch(numel: int, dtype: torch.dtype, instru
     assert torch.equal(sums.view(torch.int32), expected.view(torch.int32))
 
 
+@every_instruction_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_are_torchs(dtype: torch.dtype, instructions: str) -> None:
+    """Of several at once, long and short, with what is left of a register and of torch's eight sums."""
+    assert kernel.norms_match_torch()
+    lengths = [*range(70), 40_000, 100_003, 100_009, 4099]
+    grads = [State(numel, seed=numel).draw().to(dtype) for numel in lengths]
+    grads += [torch.tensor([1.0, float("inf")]).to(dtype), torch.full((20,), -0.0).to(dtype)]
+    expected = torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads])
+    found = kernel.norms(grads, threads=3, instructions=instructions)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    assert kernel.norms([torch.full((9,), float("nan")).to(dtype)], instructions=instructions).isnan().all()
+    assert kernel.norms([], instructions=instructions).numel() == 0
+
+
+def test_norms_are_of_gradients_in_host_memory_of_whichever_dtype() -> None:
+    assert kernel.norms([torch.full((4,), 2.0), torch.ones(9, dtype=torch.bfloat16)]).tolist() == [4.0, 3.0]
+    with pytest.raises(ValueError, match="gradients must be 4 elements of"):
+        kernel.norms([torch.zeros(4, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="1-D, contiguous"):
+        kernel.norms([torch.zeros(2, 2)])
+
+
 def test_only_gradients_of_one_length_in_host_memory_are_summed() -> None:
     with pytest.raises(ValueError, match="gradients must be 4 elements"):
         kernel.accumulate(torch.zeros(4), torch.zeros(5))

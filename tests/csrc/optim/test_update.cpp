@@ -196,6 +196,22 @@ TEST_CASE("gradients are summed with the same bits by every instruction set") {
   CHECK(found.front()[0] == 1.5f + 1.0f + 1.0f);
 }
 
+TEST_CASE("norms have the same bits by every instruction set") {
+  constexpr int64_t kNumel = 100'003;
+  std::vector<float> grads(kNumel);
+  for (int64_t i = 0; i < kNumel; ++i) grads[static_cast<size_t>(i)] = 1.0f / static_cast<float>(i + 1);
+  std::vector<Whole> wholes{{Grad::kFloat32, grads.data(), kNumel}, {Grad::kFloat32, nullptr, 0}};
+  for (int64_t numel = 1; numel < 40; ++numel) wholes.push_back({Grad::kFloat32, grads.data() + kNumel - numel, numel});
+  std::vector<std::vector<float>> found;
+  for (const std::string& instructions : instruction_sets()) {
+    found.emplace_back(wholes.size());
+    norms(wholes, found.back().data(), {3, instructions});
+    CHECK(equal_bits(found.front(), found.back()));
+  }
+  CHECK(found.front()[1] == 0);
+  CHECK(found.front()[2] == grads.back());
+}
+
 TEST_CASE("several threads may update at once") {
   std::vector<std::thread> callers;
   for (unsigned seed = 0; seed < 4; ++seed) {
