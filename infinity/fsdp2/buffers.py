@@ -7,11 +7,12 @@ So they come from here and return when the last tensor over them is gone. Nobody
 whatever line, can't lend one twice: what it interrupts is garbage.
 
 Over one rank FSDP2 copies what goes into a reduction to what comes out of it. It is given the same tensor for both, and torch's
-copy of a tensor to itself does nothing.
+copy of a tensor to itself does nothing. Where gradients needn't stay in `.grad`, it is given none at all: see uncopied.py.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from infinity.fsdp2.private import DefaultAllGather, DefaultReduceScatter, _fsdp_param, _fsdp_param_group
 from infinity.fsdp2.sharding import ShardedGroup, replace_collectives
+from infinity.fsdp2.uncopied import UncopiedBuffer
 from infinity.fsdp2.unsharded import UnshardedMemory, advise_huge_pages
 
 
@@ -44,15 +46,16 @@ class _HugeStorage:
             advise_huge_pages(tensor)
 
 
-def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffers:
+def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool, copies: bool = True) -> ReusedBuffers:
     """Have the collectives of the groups of a model take their buffers from one store, which is returned.
 
-    alone: whether the model is sharded over one rank. What the user made of a collective stays. The largest group beside the
-    root says what may lie idle: the root's buffers come and go where they are larger.
+    alone: whether the model is sharded over one rank. copies: whether gradients over one rank are copied, as FSDP2 does it, or
+    stay where autograd left them until somebody uses them. What the user made of a collective stays. The largest group beside
+    the root says what may lie idle: the root's buffers come and go where they are larger.
     """
     nbytes = {group.name: 4 * sum(parameter.sharded.numel() for parameter in group.parameters) for group in groups}
     buffers = ReusedBuffers(3 * max(nbytes[name] for name in nbytes if name != "root" or len(nbytes) == 1))
-    gather, reduction = _Gather(buffers), _Reduction(buffers, alone=alone)
+    gather, reduction = _Gather(buffers), _Reduction(buffers, alone=alone, copies=copies)
     for group in groups:
         replace_collectives(group.module, gather, reduction)
     return buffers
@@ -107,8 +110,8 @@ class _Gather(DefaultAllGather):
 class _Reduction(DefaultReduceScatter):
     """See [Note: Reused buffers]."""
 
-    def __init__(self, buffers: ReusedBuffers, *, alone: bool) -> None:
-        self._buffers, self._alone = buffers, alone
+    def __init__(self, buffers: ReusedBuffers, *, alone: bool, copies: bool) -> None:
+        self._buffers, self._alone, self._copies = buffers, alone, copies
         self._goes_in: weakref.ref[torch.Tensor] | None = None
         """Over one rank: what was lent for a reduction that has not been given where its result goes."""
 
@@ -118,9 +121,12 @@ class _Reduction(DefaultReduceScatter):
         self._goes_in = None
         if goes_in is not None and goes_in.dtype == dtype and goes_in.numel() == numel:
             return goes_in
-        buffer = self._buffers.lend(numel, dtype)
-        if self._alone:
-            self._goes_in = weakref.ref(buffer)
+        lend = functools.partial(self._buffers.lend, numel, dtype)
+        if not self._alone:
+            return lend()
+        copies = self._copies or dtype is not torch.float32
+        buffer = lend() if copies else UncopiedBuffer.make(numel, lend)
+        self._goes_in = weakref.ref(buffer)
         return buffer
 
 

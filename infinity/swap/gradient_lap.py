@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import is_alone, local_of
+from infinity.fsdp2.uncopied import UncopiedGradient, changeable_elements_of, elements_of
 from infinity.optim.kernel import norms, norms_match_torch
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
@@ -97,10 +98,10 @@ class GradientLap:
         self._coming = [coming for coming in self._coming if coming[0] is not group]
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKING)
-        gradients = {
-            shard.index: local_of(_grad_of(parameter)).view(-1)
-            for shard, parameter in zip(shards, parameters, strict=True)
-        }
+        gradients = {}
+        for shard, parameter in zip(shards, parameters, strict=True):
+            of = changeable_elements_of if self._paging.waiting_gradients.has(shard) else elements_of
+            gradients[shard.index] = of(local_of(_grad_of(parameter)))
         self._paging.waiting_gradients.take(group, gradients)
         self._note_norms(parameters)
         for shard in shards:
@@ -236,7 +237,10 @@ def move_out(parameter: nn.Parameter) -> None:
     would live as long."""
     grad = parameter.grad
     local = local_of(grad) if grad is not None else None
-    if local is not None and local.untyped_storage().nbytes() > local.nbytes:
+    if isinstance(local, UncopiedGradient):
+        assert isinstance(grad, DTensor)
+        grad._local_tensor = local.copied
+    elif local is not None and local.untyped_storage().nbytes() > local.nbytes:
         assert isinstance(grad, DTensor)
         grad._local_tensor = local.clone()
 
@@ -262,10 +266,10 @@ def _norms_of(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The norm (0-D) of each gradient, as torch has it: over several ranks a DTensor, of which this rank holds its part."""
     if not all(is_alone(grad) for grad in grads):
         return [torch._foreach_norm([grad])[0] for grad in grads]
-    here = [local_of(grad).view(-1) for grad in grads]
+    here = [elements_of(local_of(grad)) for grad in grads]
     if all(grad.is_cpu for grad in here) and norms_match_torch():
         return norms(here).unbind()
-    return torch._foreach_norm(here)
+    return torch._foreach_norm([grad.float() for grad in here])
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -265,7 +265,7 @@ class SwapManager:
         self._paging = paging
         paging.install(model, groups, replacements)
         if not self._device.is_discrete:
-            reuse_buffers(groups, alone=alone)
+            reuse_buffers(groups, alone=alone, copies=not paging.waiting_gradients.takes_all)
             use_huge_pages()
         return paging
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
+from infinity.fsdp2.uncopied import elements_of
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
@@ -273,7 +274,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if self.lap.left(parameter) is not None or has(trained_shard(parameter))
         ]
         lefts = [(trained_shard(p).index, self.lap.left(p)) for p, _ in chosen]
-        left = {index: local.reshape(-1) for index, local in lefts if local is not None}
+        left = {index: elements_of(local) for index, local in lefts if local is not None}
         grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         by_shard: dict[int, Stepping] = {}
         settings: dict[int, Any] = {}

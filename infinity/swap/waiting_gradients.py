@@ -54,7 +54,8 @@ class WaitingGradients:
     ) -> None:
         self._stager, self._host_gradients = paged.stager, host_gradients
         self._dtype = dtype
-        self._takes_all = takes_all or dtype is not torch.float32
+        self.takes_all = takes_all or dtype is not torch.float32
+        """Whether no gradient stays in `.grad`, but for those of resident shards."""
         self._spilled = {
             sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient_extent is not None
         }
@@ -77,16 +78,16 @@ class WaitingGradients:
 
     def takes(self, group: PagedGroup) -> bool:
         """Whether gradients of the group are kept here, and not by torch."""
-        return group.gradients_wait and (self._takes_all or group.index in self._spilling)
+        return group.gradients_wait and (self.takes_all or group.index in self._spilling)
 
     def has(self, shard: PagedShard) -> bool:
         """Whether a gradient of the shard is kept here."""
         return shard.index in self._came
 
     def take(self, group: PagedGroup, grads: Mapping[int, torch.Tensor]) -> None:
-        """Keep gradients of a group (fp32, 1-D, on any device, by number of their shard).
+        """Keep gradients of a group (1-D, on any device, by number of their shard; fp32, or in 16 bits where that holds them).
 
-        One of which there is some already gets that added to it in place, and the sum is kept.
+        One of which there is some already (`has`) is in fp32, gets that added to it in place, and the sum is kept.
         Raises IoError where a transfer failed; the values are torn where a gradient was lost by it.
         """
         for sub in group.members:
