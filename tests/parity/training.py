@@ -550,10 +550,15 @@ def differences(expected: Outcome, got: Outcome) -> list[str]:
 
 
 def main() -> int:
-    """`training.py FOLDER BACKENDS [all|vertical]`: cases on all ranks, each backend in turn; prints what differs."""
+    """`training.py FOLDER BACKENDS [all|vertical]`: cases on all ranks, each backend in turn; prints what differs.
+
+    Without the last, a few cases of a few steps.
+    """
+    global STEPS
     nvme_path, backends = sys.argv[1], sys.argv[2].split(",")
     few = {name: CASES[name] for name in ON_SEVERAL_RANKS}
     cases = {"all": SHARDED, "vertical": VERTICAL}[sys.argv[3]] if sys.argv[3:] else few
+    STEPS = STEPS if sys.argv[3:] else 5
     dist.init_process_group("gloo")
     failed = 0
     for number, (name, case) in enumerate(cases.items()):
