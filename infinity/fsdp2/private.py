@@ -29,6 +29,7 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 __all__ = [
+    "COPIES_IN",
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
@@ -38,6 +39,12 @@ __all__ = [
     "_fsdp_param",
     "_fsdp_param_group",
 ]
+
+COPIES_IN = frozenset(
+    getattr(torch.ops.fsdp, name) for name in ("chunk_cat", "chunk_cat_mixed_dtype") if hasattr(torch.ops.fsdp, name)
+)
+"""What copies gradients into the buffer in which they are reduced: the first until torch 2.14, the second from 2.15 on. A torch
+that has another has its gradients copied, with the same numbers: see uncopied.py."""
 
 USED: dict[type, tuple[str, ...]] = {
     FSDPModule: ("_get_fsdp_state",),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.fsdp2.private import COPIES_IN
 from infinity.optim.kernel import accumulate
 
 _aten = torch.ops.aten
@@ -54,7 +55,7 @@ class UncopiedBuffer(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         called = func.overloadpacket
-        if called is torch.ops.fsdp.chunk_cat:
+        if called in COPIES_IN:
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
             if given["num_chunks"] == 1 and given["out"]._noted.note(given["tensors"]):
                 return None

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from infinity.fsdp2.buffers import reuse_buffers
+from infinity.fsdp2.private import COPIES_IN
 from infinity.fsdp2.sharding import local_of, sharded_groups
 from infinity.fsdp2.uncopied import UncopiedBuffer, UncopiedGradient, elements_of
 
@@ -137,11 +138,12 @@ def test_a_reduction_that_rounds_is_copied(reduced: torch.dtype) -> None:
     pair.check()
 
 
-def test_a_buffer_keeps_none_of_what_it_has_given_out() -> None:
+@pytest.mark.parametrize("copy_in", sorted(COPIES_IN, key=str), ids=str)
+def test_a_buffer_keeps_none_of_what_it_has_given_out(copy_in: Callable[..., None]) -> None:
     buffer = UncopiedBuffer.make(10, lambda: torch.empty(10))
     gradients = [torch.ones(4).bfloat16(), torch.full((2, 3), 2.0).bfloat16()]
     alive = [weakref.ref(gradient) for gradient in gradients]
-    torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=1, out=buffer.view(1, -1))
+    copy_in(gradients, dim=0, num_chunks=1, out=buffer.view(1, -1))
     given = [torch.as_strided(buffer, (4,), (1,), 0), torch.as_strided(buffer, (2, 3), (3, 1), 4)]
     del gradients
     assert [elements_of(gradient).sum().item() for gradient in given] == [4.0, 12.0]
