@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.errors import InfinityError
 from infinity.fsdp2.private import COPIES_IN
 from infinity.optim.kernel import accumulate
 
@@ -103,7 +104,13 @@ class _Noted:
         return gradient
 
     def copied(self) -> torch.Tensor:
+        """Raises InfinityError once all gradients were given out, which it has forgotten then."""
         if self._copied is None:
+            if self._given and not self._gradients:
+                raise InfinityError(
+                    f"torch {torch.__version__} or a hook uses a reduction's buffer after its gradients were handed out: set "
+                    'infinity.update to "forward" and infinity.keep_grad to true'
+                )
             self._copied = self._lend()
             for start, gradient in self._gradients.items():
                 self._copied[start : start + gradient.numel()].copy_(gradient.reshape(-1))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import reuse_buffers
 from infinity.fsdp2.private import COPIES_IN
 from infinity.fsdp2.sharding import local_of, sharded_groups
@@ -149,6 +150,8 @@ def test_a_buffer_keeps_none_of_what_it_has_given_out(copy_in: Callable[..., Non
     assert [elements_of(gradient).sum().item() for gradient in given] == [4.0, 12.0]
     del given
     assert [gradient() for gradient in alive] == [None, None]
+    with pytest.raises(InfinityError, match="after its gradients were handed out"):
+        buffer.sum()
 
 
 def test_a_gradient_with_other_strides_is_copied() -> None:
