@@ -480,6 +480,17 @@ def test_norms_are_torchs(dtype: torch.dtype, instructions: str) -> None:
     assert kernel.norms([], instructions=instructions).numel() == 0
 
 
+def test_norms_are_compared_with_torchs_whatever_the_default_dtype_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "norms_match_torch", kernel.norms_match_torch.__wrapped__)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert kernel.norms_match_torch()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert kernel.norms_match_torch()
+
+
 def test_norms_are_of_gradients_in_host_memory_of_whichever_dtype() -> None:
     assert kernel.norms([torch.full((4,), 2.0), torch.ones(9, dtype=torch.bfloat16)]).tolist() == [4.0, 3.0]
     with pytest.raises(ValueError, match="gradients must be 4 elements of"):
