@@ -40,6 +40,7 @@ class UncopiedBuffer(torch.Tensor):
     @staticmethod
     def _over(noted: _Noted, shape: torch.Size) -> UncopiedBuffer:
         buffer: UncopiedBuffer = torch.Tensor._make_wrapper_subclass(UncopiedBuffer, shape, dtype=torch.float32)
+        torch._C._set_throw_on_mutable_data_ptr(buffer)
         buffer._noted = noted
         return buffer
 
@@ -111,9 +112,11 @@ class _Noted:
                     f"torch {torch.__version__} or a hook uses a reduction's buffer after its gradients were handed out: set "
                     'infinity.update to "forward" and infinity.keep_grad to true'
                 )
-            self._copied = self._lend()
+            copied = self._lend()
             for start, gradient in self._gradients.items():
-                self._copied[start : start + gradient.numel()].copy_(gradient.reshape(-1))
+                copied[start : start + gradient.numel()].copy_(gradient.reshape(-1))
+            self._copied = copied
+            self._gradients.clear()
         return self._copied
 
 
@@ -138,6 +141,7 @@ class UncopiedGradient(torch.Tensor):
     @staticmethod
     def _over(lying: _Lying, shape: torch.Size) -> UncopiedGradient:
         made: UncopiedGradient = torch.Tensor._make_wrapper_subclass(UncopiedGradient, shape, dtype=torch.float32)
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made._lying = lying
         return made
 
@@ -156,8 +160,34 @@ class UncopiedGradient(torch.Tensor):
 
     def __iadd__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override, misc]
         """Another backward, or another micro-batch, has reduced more of it."""
-        accumulate(self.copied.view(-1), elements_of(other))
+        if isinstance(other, UncopiedGradient) and other.shape == self.shape:
+            accumulate(self.copied.view(-1), other.elements)
+        else:
+            self.copied.add_(other)
         return self
+
+    # What would look into the storage without passing the dispatcher.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.copied.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.copied.tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.copied.__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.copied.__dlpack__(**kwargs)
+
+    def share_memory_(self) -> Any:
+        return self.copied.share_memory_()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.copied.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copied.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UncopiedGradient({self.elements.dtype}, size={tuple(self.shape)})"
@@ -185,7 +215,7 @@ def changeable_elements_of(gradient: torch.Tensor) -> torch.Tensor:
 
 def _lies(gradient: torch.Tensor) -> bool:
     """Whether it may be given out as it is."""
-    plain = type(gradient) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(gradient) in (torch.Tensor, torch.nn.Parameter) and not gradient.is_neg()
     return plain and gradient.is_cpu and gradient.dtype in _NARROW and gradient.is_contiguous() and gradient.numel() > 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -161,6 +163,30 @@ def test_a_gradient_with_other_strides_is_copied() -> None:
     given = torch.as_strided(buffer, (3, 2), (2, 1), 0)
     assert type(given) is torch.Tensor
     assert torch.equal(given, transposed)
+
+
+def test_a_negative_view_is_copied() -> None:
+    buffer = UncopiedBuffer.make(2, lambda: torch.empty(2))
+    negative = torch._neg_view(torch.tensor([1.0, 2.0]))
+    torch.ops.fsdp.chunk_cat([negative], dim=0, num_chunks=1, out=buffer.view(1, -1))
+    assert torch.as_strided(buffer, (2,), (1,), 0).tolist() == [-1.0, -2.0]
+
+
+def test_whoever_looks_past_the_dispatcher_finds_a_copy_or_an_error() -> None:
+    values = [1.0, 2.0, 3.0]
+
+    def made() -> UncopiedGradient:
+        return UncopiedGradient.make(torch.tensor(values).bfloat16())
+
+    assert made().tolist() == made().numpy().tolist() == np.asarray(made()).tolist() == values
+    assert np.from_dlpack(made()).tolist() == values
+    assert copy.deepcopy(made()).tolist() == pickle.loads(pickle.dumps(made())).tolist() == values
+    assert made().share_memory_().tolist() == values
+    assert made().__iadd__(torch.ones(3)).tolist() == [2.0, 3.0, 4.0]
+    with pytest.raises(RuntimeError):
+        made().data_ptr()
+    with pytest.raises(RuntimeError):
+        UncopiedBuffer.make(3, lambda: torch.empty(3)).data_ptr()
 
 
 def test_a_view_across_gradients_is_of_a_copy() -> None:
