@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import multiprocessing
@@ -569,11 +570,17 @@ def test_ctrl_c_gets_through_a_wait(backend: str, file: File, slab: PinnedSlab, 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab) as engine:
-            batch = [("read", file, 0, slab, 0, 8 * MIB, Priority.DEMAND)] * 16  # 32768 blocks, one at a time
-            last = engine.start_batch(batch)[-1]
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-            with pytest.raises(KeyboardInterrupt):
-                last.wait(with_team=with_team)
+            # Blocks one at a time, for longer than a wait goes without looking: rings serve a cached file at 6 GB/s.
+            batch = [("read", file, 0, slab, 0, 8 * MIB, Priority.DEMAND)] * (16 if backend == "threads" else 256)
+            for _ in range(5):  # on a busy machine all may be read before the alarm
+                last = engine.start_batch(batch)[-1]
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 0.02)
+                    last.wait(with_team=with_team)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                if not last.done:
+                    break
+            assert not last.done
             last.wait(with_team=with_team)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
