@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 
 from infinity.errors import ConfigError
 from infinity.fsdp2.adapters import adapter_configs, names_in_files, reset_adapters
+from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.materialize import full_tensor, load_full
 from infinity.fsdp2.names import clean_name, parameter_names, parameters_by_name
 
@@ -231,7 +232,7 @@ class _Wholes:
         return self._values[parameter]
 
 
-class _Whole(torch.Tensor):
+class _Whole(ElsewhereTensor):
     """Stands for the whole of a sharded parameter (fp32, on the CPU), whose elements come when something is done with them."""
 
     _load: Callable[[], torch.Tensor]
@@ -245,7 +246,8 @@ class _Whole(torch.Tensor):
         made._is_param = True
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    def materialize(self) -> torch.Tensor:
+        return self._load()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -253,7 +255,7 @@ class _Whole(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return _Whole.of(args[0], args[0]._load)
-        loaded = torch.utils._pytree.tree_map_only(_Whole, lambda whole: whole._load(), (args, kwargs or {}))
+        loaded = torch.utils._pytree.tree_map_only(_Whole, _Whole.materialize, (args, kwargs or {}))
         return func(*loaded[0], **loaded[1])
 
 

@@ -14,21 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.private import COPIES_IN
 from infinity.optim.kernel import accumulate
 
 _aten = torch.ops.aten
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
-"""What fp32 holds without rounding."""
+_HELD_BY_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+"""What is not rounded there."""
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 
-class UncopiedBuffer(torch.Tensor):
+class UncopiedBuffer(ElsewhereTensor):
     """In place of the buffer (fp32) that gradients are copied into and reduced in. lend: makes one, 1-D."""
 
     _noted: _Noted
@@ -39,17 +42,13 @@ class UncopiedBuffer(torch.Tensor):
 
     @staticmethod
     def _over(noted: _Noted, shape: torch.Size) -> UncopiedBuffer:
-        buffer: UncopiedBuffer = torch.Tensor._make_wrapper_subclass(UncopiedBuffer, shape, dtype=torch.float32)
-        torch._C._set_throw_on_mutable_data_ptr(buffer)
+        buffer = _without_memory(UncopiedBuffer, shape)
         buffer._noted = noted
         return buffer
 
-    @property
-    def copied(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         """The buffer itself, with what was copied into it."""
         return self._noted.copied().view(self.shape)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,7 +62,7 @@ class UncopiedBuffer(torch.Tensor):
                 return None
         if isinstance(args[0], UncopiedBuffer):
             noted = args[0]._noted
-            if called is _aten.view and func is _aten.view.default:
+            if func is _aten.view.default:
                 return UncopiedBuffer._over(noted, torch.empty(args[0].shape, device="meta").view(args[1]).shape)
             if called is _aten.copy_ and isinstance(args[1], UncopiedBuffer) and args[1]._noted is noted:
                 return args[0]
@@ -129,7 +128,7 @@ class _Lying:
     is_copy: bool = False
 
 
-class UncopiedGradient(torch.Tensor):
+class UncopiedGradient(ElsewhereTensor):
     """A gradient in fp32 whose elements lie where autograd left them, in its dtype, until somebody uses it as a tensor."""
 
     _lying: _Lying
@@ -140,8 +139,7 @@ class UncopiedGradient(torch.Tensor):
 
     @staticmethod
     def _over(lying: _Lying, shape: torch.Size) -> UncopiedGradient:
-        made: UncopiedGradient = torch.Tensor._make_wrapper_subclass(UncopiedGradient, shape, dtype=torch.float32)
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        made = _without_memory(UncopiedGradient, shape)
         made._lying = lying
         return made
 
@@ -150,8 +148,7 @@ class UncopiedGradient(torch.Tensor):
         """Its elements (1-D), in whatever dtype they are: not to be changed."""
         return self._lying.elements
 
-    @property
-    def copied(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         """A copy in fp32, in its shape: what it is from now on."""
         if not self._lying.is_copy:
             self._lying.elements = self._lying.elements.to(torch.float32, copy=True)
@@ -161,38 +158,19 @@ class UncopiedGradient(torch.Tensor):
     def __iadd__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override, misc]
         """Another backward, or another micro-batch, has reduced more of it."""
         if isinstance(other, UncopiedGradient) and other.shape == self.shape:
-            accumulate(self.copied.view(-1), other.elements)
+            accumulate(self.materialize().view(-1), other.elements)
         else:
-            self.copied.add_(other)
+            self.materialize().add_(other)
         return self
 
-    # What would look into the storage without passing the dispatcher.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.copied.numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.copied.tolist()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.copied.__array__(*args, **kwargs)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.copied.__dlpack__(**kwargs)
-
     def share_memory_(self) -> Any:
-        return self.copied.share_memory_()
+        return self.materialize().share_memory_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.copied.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.copied.__reduce_ex__(protocol)
+        return self.materialize().clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UncopiedGradient({self.elements.dtype}, size={tuple(self.shape)})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -210,13 +188,26 @@ def elements_of(gradient: torch.Tensor) -> torch.Tensor:
 
 def changeable_elements_of(gradient: torch.Tensor) -> torch.Tensor:
     """The same in fp32: what is changed of them is changed of the gradient."""
-    return gradient.copied.view(-1) if isinstance(gradient, UncopiedGradient) else gradient.reshape(-1)
+    return gradient.materialize().view(-1) if isinstance(gradient, UncopiedGradient) else gradient.reshape(-1)
+
+
+def _without_memory(of: type[_T], shape: torch.Size) -> _T:
+    """A tensor (fp32, on the CPU) that raises RuntimeError where somebody asks for its address."""
+    made: _T = torch.Tensor._make_wrapper_subclass(of, shape, dtype=torch.float32)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
 
 
 def _lies(gradient: torch.Tensor) -> bool:
     """Whether it may be given out as it is."""
     plain = type(gradient) in (torch.Tensor, torch.nn.Parameter) and not gradient.is_neg()
-    return plain and gradient.is_cpu and gradient.dtype in _NARROW and gradient.is_contiguous() and gradient.numel() > 0
+    return (
+        plain
+        and gradient.is_cpu
+        and gradient.dtype in _HELD_BY_FP32
+        and gradient.is_contiguous()
+        and gradient.numel() > 0
+    )
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +217,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def copy_of(value: Any) -> Any:
         if not isinstance(value, (UncopiedBuffer, UncopiedGradient)):
             return value
-        copy = value.copied
+        copy = value.materialize()
         copies[id(copy)] = value
         return copy
 

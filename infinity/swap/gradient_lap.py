@@ -239,7 +239,7 @@ def move_out(parameter: nn.Parameter) -> None:
     local = local_of(grad) if grad is not None else None
     if isinstance(local, UncopiedGradient):
         assert isinstance(grad, DTensor)
-        grad._local_tensor = local.copied
+        grad._local_tensor = local.materialize()
     elif local is not None and local.untyped_storage().nbytes() > local.nbytes:
         assert isinstance(grad, DTensor)
         grad._local_tensor = local.clone()

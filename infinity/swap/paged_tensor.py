@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.unsharded import UnshardedMemory
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap.shard import PagedShard
@@ -76,7 +77,7 @@ class _Blank:
         self.blank = True
 
 
-class PagedTensor(torch.Tensor):
+class PagedTensor(ElsewhereTensor):
     """A view of one field of one shard (fp32). Made by `infinity.SwapManager.page`; behaves as the tensor it stands for."""
 
     _shard: PagedShard
@@ -180,20 +181,6 @@ class PagedTensor(torch.Tensor):
         self._gatherer.gathered(shard)
         return (memory.tensor, (memory,)) if out is None else None
 
-    # What would look into the storage without passing the dispatcher.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.materialize().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.materialize().tolist()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.materialize().__array__(*args, **kwargs)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.materialize().__dlpack__(**kwargs)
-
     def apply_(self, function: Any) -> Any:
         self.store(self.materialize().apply_(function))
         return self
@@ -201,12 +188,6 @@ class PagedTensor(torch.Tensor):
     def map_(self, other: Any, function: Any) -> Any:
         self.store(self.materialize().map_(_ordinary(other), function))
         return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.materialize().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.materialize()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PagedTensor({self._shard.name}, {self._field.value}, size={tuple(self.shape)})"
@@ -219,8 +200,6 @@ class PagedTensor(torch.Tensor):
     def _check_not_blank(self, verb: str) -> None:
         if self._twin is not None and self._twin.blank:
             raise InfinityError(f"the padded twin of {self._shard.name} is {verb} before the shard was copied into it")
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -14,15 +14,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.sharding import in_backward
 
 _VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.alias}
 
 
-class RefusingGradient(torch.Tensor):
+class RefusingGradient(ElsewhereTensor):
     """Stands for a gradient (fp32, of the shard's shape) that was taken; holds no elements, and refuses any look at them."""
 
     _name: str
+
+    def materialize(self) -> torch.Tensor:
+        raise refusal(self._name)
 
     def __iadd__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override, misc]
         """FSDP2 adds what another backward reduced: that is all that `.grad` holds, until it is taken too."""
@@ -32,8 +36,6 @@ class RefusingGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RefusingGradient({self._name}, size={tuple(self.shape)})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

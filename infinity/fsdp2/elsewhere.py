@@ -1,0 +1,39 @@
+"""Floor 7. What all tensors have in common whose elements are not in their own storage.
+
+Most of torch passes the dispatcher, where each class of them has its say. The rest would read whatever lies at the address of
+a storage that holds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ElsewhereTensor(torch.Tensor):
+    """A tensor whose elements are elsewhere. Who would look for them in its storage gets those that `materialize` gives."""
+
+    def materialize(self) -> torch.Tensor:
+        """Its elements as an ordinary tensor of the same shape. Raises InfinityError where nobody may have them."""
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.materialize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialize().__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.materialize()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -1,0 +1,53 @@
+"""Who looks for the elements of a tensor past the dispatcher finds them, or an error: never what lies at an empty address."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infinity.errors import InfinityError
+from infinity.fsdp2.elsewhere import ElsewhereTensor
+from infinity.fsdp2.first_values import _Whole
+from infinity.fsdp2.uncopied import UncopiedBuffer, UncopiedGradient
+from infinity.swap.taken_gradient import _made
+
+VALUES = [1.0, 2.0, 3.0]
+
+
+def buffer() -> UncopiedBuffer:
+    made = UncopiedBuffer.make(3, lambda: torch.empty(3))
+    torch.ops.fsdp.chunk_cat([torch.tensor(VALUES)], dim=0, num_chunks=1, out=made.view(1, -1))
+    return made
+
+
+KINDS: dict[str, Callable[[], ElsewhereTensor]] = {
+    "gradient": lambda: UncopiedGradient.make(torch.tensor(VALUES).bfloat16()),
+    "buffer": buffer,
+    "first value": lambda: _Whole.of(torch.empty(3), lambda: torch.tensor(VALUES)),
+}
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tolist": lambda tensor: tensor.tolist(),
+    "numpy": lambda tensor: tensor.numpy().tolist(),
+    "asarray": lambda tensor: np.asarray(tensor).tolist(),
+    "DLPack": lambda tensor: np.from_dlpack(tensor).tolist(),
+    "deepcopy": lambda tensor: copy.deepcopy(tensor).tolist(),
+    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)).tolist(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_found(kind: str, look: str) -> None:
+    assert LOOKS[look](KINDS[kind]()) == VALUES
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_those_of_a_taken_gradient_are_refused(look: str) -> None:
+    with pytest.raises(InfinityError, match=r"the gradient of weight is used or changed"):
+        LOOKS[look](_made(torch.Size((3,)), (1,), torch.device("cpu"), "weight"))
