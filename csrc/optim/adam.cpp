@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -226,6 +227,15 @@ class PagesOfBlocks {
   std::atomic<int64_t> wrong_{kNone};
 };
 
+// Products of two floats are exact in double.
+void set_inverse(Scalars& of) {
+  const double divisor = of.sqrt_correction2;
+  of.inverse = of.inverse_below = 1 / of.sqrt_correction2;
+  if (divisor * of.inverse > 1) of.inverse_below = std::nextafter(of.inverse, 0.0f);
+  auto lacks = static_cast<float>((1 - divisor * of.inverse_below) / divisor);
+  of.inverse_below_lacks = std::max(lacks, std::numeric_limits<float>::min());
+}
+
 // In double until the last, as torch does it, and contracted where its compiler does: see [Note: Rounding].
 Scalars scalars_of(const Settings& from) {
   Scalars to{};
@@ -241,6 +251,7 @@ Scalars scalars_of(const Settings& from) {
   to.beta2 = static_cast<float>(from.beta2);
   to.one_minus_beta2 = static_cast<float>(1 - from.beta2);
   to.sqrt_correction2 = static_cast<float>(std::sqrt(1 - std::pow(from.beta2, from.step)));
+  set_inverse(to);
   to.eps = static_cast<float>(from.eps);
   to.minus_step_size = static_cast<float>(-(from.lr / (1 - std::pow(from.beta1, from.step))));
   return to;

@@ -21,6 +21,9 @@ struct Scalars {
   float beta2;
   float one_minus_beta2;
   float sqrt_correction2;
+  float inverse;  // of sqrt_correction2: [Note: Division by a constant]
+  float inverse_below;
+  float inverse_below_lacks;  // above 0
   float eps;
   float minus_step_size;
 };

@@ -101,7 +101,7 @@ struct Lanes {
   static Words unsigned_maximum(Words a, Words b) { return std::max(a, b); }
   static Words maximum_where_at_least(Words a, Words b, Floats c, Floats d) { return c >= d ? maximum(a, b) : a; }
   static uint32_t largest(Words a) { return a; }
-  static Floats minimum(Floats a, Floats b) { return std::min(a, b); }
+  static Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
   static Floats negated_where_negative(Floats a, Floats b) { return std::signbit(b) ? -a : a; }
   static Words load_bytes(const uint8_t* from) { return *from; }
   static void store_bytes(uint8_t* to, const Words (&a)[4], int16_t more) {

@@ -201,6 +201,28 @@ def test_late_steps_equal_torchs_bias_corrections() -> None:
 
 @like_torch
 @every_instruction_set
+@pytest.mark.parametrize(("beta2", "step"), [(0.999, 1), (0.999, 600), (0.95, 7), (0.8, 2), (0.0, 1)])
+def test_every_root_is_divided_as_by_torch(beta2: float, step: int, instructions: str) -> None:
+    """Of two octaves of squares, as each other octave has the fractions of one of them; and of what is no usual number."""
+    first, last = (torch.tensor(end).view(torch.int32).item() for end in (1.0, 4.0))
+    for begin in range(first, last, 1 << 22):
+        squares = torch.arange(begin, begin + (1 << 22), 64 if instructions == "portable" else 1, dtype=torch.int32)
+        ours = State(0)
+        ours.numel = squares.numel()
+        ours.exp_avg_sq = squares.view(torch.float32)
+        ours.exp_avg_sq[:4] = torch.tensor([torch.inf, torch.nan, 0.0, 1e-45])
+        ours.exp_avg, ours.master = torch.ones(ours.numel), torch.zeros(ours.numel)
+        theirs = ours.twin()
+        chosen = settings_of(betas=(0.9, beta2), eps=0.0, lr=1.0, weight_decay=0.0)
+        # Where beta2 is 0, the gradients are the roots.
+        grad = torch.zeros(ours.numel) if beta2 else ours.exp_avg_sq.sqrt()
+        ours.step(chosen, [GradPiece(0, grad)], step, instructions=instructions)
+        theirs.step_like_torch(chosen, grad, step)
+        assert equal_bits(ours.fields(), theirs.fields())
+
+
+@like_torch
+@every_instruction_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.125, 0.3, 1 / 65536 / 3, 0.0])
 def test_gradients_are_converted_and_scaled_as_by_torch(dtype: torch.dtype, scale: float, instructions: str) -> None:
