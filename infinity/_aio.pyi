@@ -306,6 +306,18 @@ class Engine:
     def __enter__(self) -> Engine: ...
     def __exit__(self, *exception: object) -> None: ...
 
+class EarlySleep:
+    """Until its end, threads of torch's OpenMP runtime that have nothing to do sleep at once: see csrc/base/openmp.h.
+
+    Does nothing where torch isn't loaded, its runtime isn't GNU's, or the system has no thread to give.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Start `threads` threads (at least 2) that only sleep."""
+
+    def end(self) -> None:
+        """These threads end. Any number of times."""
+
 def probe() -> list[tuple[str, bool, str]]:
     """(backend, available, reason) for every backend, best first; the reason says what would help."""
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <string>
+#include <system_error>
 
 #include "base/process.h"
 
@@ -14,6 +15,8 @@ namespace infinity {
 namespace {
 
 const ForkGuard loaded;
+
+std::atomic<int> sleeping_early{0};
 
 bool is_called(const char* path, const char* beginning) {
   const char* name = std::strrchr(path, '/');
@@ -48,6 +51,31 @@ Parallel openmp_parallel() {
     known.store(parallel, std::memory_order_release);
   }
   return reinterpret_cast<Parallel>(parallel);
+}
+
+EarlySleep::EarlySleep(int threads) {
+  Parallel parallel = openmp_parallel();
+  if (parallel == nullptr) return;
+  try {
+    sleepers_->first = start_io_thread("inf-sleeper", [parallel, threads, &over = sleepers_->over] {
+      parallel([](void*) {}, nullptr, static_cast<unsigned>(threads), 0);
+      over.wait();
+    });
+    ++sleeping_early;
+  } catch (const std::system_error&) {
+    return;
+  }
+}
+
+EarlySleep::Sleepers::~Sleepers() {
+  if (!first.joinable()) return;
+  --sleeping_early;
+  over.open();
+  first.join();
+}
+
+bool EarlySleep::any() noexcept {
+  return sleeping_early > 0;
 }
 
 }  // namespace infinity

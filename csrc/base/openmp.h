@@ -1,6 +1,10 @@
 // The OpenMP runtime that is in this process already: torch's, where that is GNU's.
 #pragma once
 
+#include <thread>
+
+#include "base/process.h"
+
 namespace infinity {
 
 // Calls `body(data)` on `threads` threads, the caller among them, and returns when all calls have. `body` must not
@@ -25,5 +29,32 @@ constexpr unsigned kWholeTeam = 0;
 // it sleeps at a gate that this thread opens when the bytes are there. None of it waits for a lock that the others
 // want.
 Parallel openmp_parallel();
+
+// While one of these exists, the runtime's threads that have nothing to do go to sleep at once. Does nothing where
+// `openmp_parallel` is null, or the system has no thread to give.
+//
+// [Note: Early sleep]
+// A thread spins 300 000 times before it sleeps, but 100 times where the runtime has more threads than the process has
+// processors (libgomp's manual, "GOMP_SPINCOUNT"). So a few that only sleep send the others to sleep. Each operation
+// wakes them, which takes longer than to find them spinning: good where something else takes longer still.
+class EarlySleep {
+ public:
+  // `threads`: how many to start, at least 2.
+  explicit EarlySleep(int threads);
+  // They end; the first is waited for.
+  ~EarlySleep() = default;
+  EarlySleep(const EarlySleep&) = delete;
+  EarlySleep& operator=(const EarlySleep&) = delete;
+
+  static bool any() noexcept;
+
+ private:
+  struct Sleepers {
+    ~Sleepers();
+    Gate over;
+    std::thread first;  // the runtime's own are those of its team
+  };
+  OwnedByProcess<Sleepers> sleepers_{std::make_unique<Sleepers>()};
+};
 
 }  // namespace infinity

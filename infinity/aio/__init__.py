@@ -1,6 +1,7 @@
 """Floor 3. The typed Python interface of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
 from infinity._aio import (
+    EarlySleep,
     File,
     PinnedSlab,
     Priority,
@@ -11,6 +12,7 @@ from infinity._aio import (
     page_checksums,
     probe,
 )
+from infinity.aio.early_sleep import start_early_sleep
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, IoSettings, Request
 from infinity.aio.numa import near
 from infinity.aio.pool import FreeRanges, Lease, PinnedPool, PoolPart
@@ -18,6 +20,7 @@ from infinity.aio.pool import FreeRanges, Lease, PinnedPool, PoolPart
 __all__ = [
     "DriveLimit",
     "DriveStats",
+    "EarlySleep",
     "FaultPlan",
     "File",
     "FreeRanges",
@@ -36,4 +39,5 @@ __all__ = [
     "near",
     "page_checksums",
     "probe",
+    "start_early_sleep",
 ]

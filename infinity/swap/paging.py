@@ -45,6 +45,7 @@ from infinity.store.layout import Field
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
+from infinity.swap.idle_threads import IdleThreads
 from infinity.swap.lending import Lending
 from infinity.swap.machinery import Machinery
 from infinity.swap.options import PagingOptions
@@ -107,6 +108,8 @@ class Paging:
         ahead = self._make_ahead(machinery, look_ahead_bytes)
         lending = Lending(paged, allowed=self.fills_parameters, holds_all=self._room_bytes >= _whole_bytes(paged))
         self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, lending, alone=alone)
+        engine = machinery.engine
+        self._idle_threads = IdleThreads(lambda: engine.stall_seconds, compute_here=not self.device.is_discrete)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -226,6 +229,7 @@ class Paging:
                 self.timeline.steps += 1
             self.parameters.look_ahead()
             self.parameters.start_ahead(update=False)  # the step returns at once
+            self._idle_threads.end_step()
 
     # Who may be in here.
 
@@ -273,6 +277,7 @@ class Paging:
                 self.paged.recover()
                 self.policy.recover()
                 self.parameters.recover()
+            self._idle_threads.leave_step()
             self._in_use = self._broken = False
 
     def close(self) -> None:
@@ -280,6 +285,7 @@ class Paging:
         self.waiting_gradients.forget(range(len(self.paged.shards)))
         self.parameters.close()
         self.paged.close()
+        self._idle_threads.leave_step()
         self._machinery = self._activation_part = self._activation_stager = None
 
     def recover_if_broken(self) -> None:
@@ -327,6 +333,8 @@ class Paging:
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
             self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
+            if trains:
+                self._idle_threads.begin_pass()
 
     def _begin_group(self, group: PagedGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.parameters.lending.begin_forward(group)
