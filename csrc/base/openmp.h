@@ -36,7 +36,8 @@ Parallel openmp_parallel();
 // [Note: Early sleep]
 // A thread spins 300 000 times before it sleeps, but 100 times where the runtime has more threads than the process has
 // processors (libgomp's manual, "GOMP_SPINCOUNT"). So a few that only sleep send the others to sleep. Each operation
-// wakes them, which takes longer than to find them spinning: good where something else takes longer still.
+// wakes them, which takes longer than to find them spinning: good where something else takes longer still. Nobody has
+// to take them along into a wait then.
 class EarlySleep {
  public:
   // `threads`: how many to start, at least 2.

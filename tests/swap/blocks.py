@@ -27,9 +27,9 @@ class Model(nn.Module):
         return h + self.blocks[0](h) if twice else h
 
 
-def sharded() -> nn.Module:
+def sharded(width: int = WIDTH) -> nn.Module:
     """The model under FSDP2, computing in bf16."""
-    model = Model()
+    model = Model(width=width)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=policy)

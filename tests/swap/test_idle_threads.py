@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 
-from infinity.swap import idle_threads
+import infinity
+from infinity.aio import DriveLimit
+from infinity.swap import idle_threads, paging
 from infinity.swap.idle_threads import IdleThreads, SleepChoice
+from swap.blocks import batch, sharded
 
 
 def choices(shares: Sequence[float]) -> list[bool]:
@@ -96,3 +102,43 @@ def test_a_step_without_a_forward_says_nothing(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(5):
         steps.step(waited=9, forwards=0)
     assert steps.step(waited=9) == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_threads_sleep_in_the_passes_of_a_training_that_waits(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Sleep.now = 0
+    monkeypatch.setattr(paging, "IdleThreads", partial(IdleThreads, start=Sleep))
+    model = sharded(width=512)
+    slow = [DriveLimit(latency_seconds=0.02)]
+    slept: list[int] = []
+    model.register_forward_hook(lambda *_: slept.append(Sleep.now))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB", drive_limits=slow) as swap:
+        swap.page(model, infinity.PagingOptions(sub_group_size=65536))
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap)
+
+        def step(number: int) -> None:
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(4):
+            step(number)
+            assert Sleep.now == 0
+        with torch.no_grad():
+            model(batch(0))
+        assert slept == [0, 0, 1, 1, 0]
+
+        def fail(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.blocks[1].register_full_backward_hook(fail)  # type: ignore[index, union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            step(4)
+        hook.remove()
+        swap.flush()
+        with torch.no_grad():
+            model(batch(0))
+        assert slept[-2:] == [1, 0]
+        model(batch(5))
+        assert Sleep.now == 1
+    assert Sleep.now == 0
