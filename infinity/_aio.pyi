@@ -307,13 +307,13 @@ class Engine:
     def __exit__(self, *exception: object) -> None: ...
 
 class EarlySleep:
-    """Until its end, threads of torch's OpenMP runtime that have nothing to do sleep at once: see csrc/base/openmp.h.
+    """Until its end, threads of torch's OpenMP runtime sleep almost at once where they wait: see csrc/base/openmp.h.
 
-    Does nothing where torch isn't loaded, its runtime isn't GNU's, or the system has no thread to give.
+    Does nothing where torch isn't loaded, its runtime isn't GNU's, or the system has no threads to give. One call at a time.
     """
 
     def __init__(self, threads: int) -> None:
-        """Start `threads` threads (at least 2) that only sleep."""
+        """Start `threads` threads that only sleep: as many as CPUs, at least 2."""
 
     def end(self) -> None:
         """These threads end. Any number of times."""

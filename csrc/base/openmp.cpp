@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "base/process.h"
 
@@ -40,6 +41,21 @@ void* find_parallel() {
   return is_gnus ? parallel : nullptr;
 }
 
+// Whether the system has so many threads to give at once.
+bool can_start(int threads) {
+  Gate over;
+  std::vector<std::thread> started;
+  bool all = true;
+  try {
+    for (int i = 0; i < threads; ++i) started.emplace_back([&over] { over.wait(); });
+  } catch (const std::system_error&) {
+    all = false;
+  }
+  over.open();
+  for (std::thread& one : started) one.join();
+  return all;
+}
+
 }  // namespace
 
 Parallel openmp_parallel() {
@@ -56,22 +72,28 @@ Parallel openmp_parallel() {
 EarlySleep::EarlySleep(int threads) {
   Parallel parallel = openmp_parallel();
   if (parallel == nullptr) return;
+  Sleepers& sleepers = *sleepers_;
   try {
-    sleepers_->first = start_io_thread("inf-sleeper", [parallel, threads, &over = sleepers_->over] {
-      parallel([](void*) {}, nullptr, static_cast<unsigned>(threads), 0);
-      over.wait();
-    });
-    ++sleeping_early;
+    sleepers.first =
+        start_io_thread("inf-sleeper", [&sleepers, parallel, threads] { sleepers.run(parallel, threads); });
   } catch (const std::system_error&) {
     return;
   }
 }
 
+void EarlySleep::Sleepers::run(Parallel parallel, int threads) noexcept {
+  if (!can_start(threads - 1)) return;
+  parallel([](void*) {}, nullptr, static_cast<unsigned>(threads), 0);
+  came = true;
+  ++sleeping_early;
+  over.wait();
+}
+
 EarlySleep::Sleepers::~Sleepers() {
   if (!first.joinable()) return;
-  --sleeping_early;
   over.open();
   first.join();
+  if (came) --sleeping_early;
 }
 
 bool EarlySleep::any() noexcept {

@@ -23,7 +23,7 @@ struct Scalars {
   float sqrt_correction2;
   float inverse;  // of sqrt_correction2: [Note: Division by a constant]
   float inverse_below;
-  float inverse_below_lacks;  // above 0
+  float inverse_below_lacks;  // above 0, as infinite roots are multiplied by it
   float eps;
   float minus_step_size;
 };

@@ -1,27 +1,32 @@
-"""Floor 8. OpenMP threads without work: they spin where compute bounds a step, and sleep where the drives do. Training thread
-only.
+"""Floor 8. OpenMP threads without work: they spin where compute bounds a step, and sleep where the drives do. One
+thread at a time.
 
 [Note: Where spinning pays]
-torch's threads spin for some milliseconds after each operation, to be there for the next. That is worth a tenth of a step
-that compute bounds. Where the drives bound it, the step takes as long without, and a fifth less of the CPU: the second thread
-spun through all the Python between two operations. So whether they spin is chosen from how much of a step the training thread
-stood waiting for drives; and where they slept and it didn't wait for much any more, they spin for good. They sleep in the
-passes and steps of a training alone: whatever else the process computes finds them as it knows them.
+torch's threads spin for some milliseconds after each operation, to be there for the next. Where compute bounds a step, that
+is worth a tenth of it. Where drives bound it, the step takes as long without, and nearly a fifth less of the CPU: the second
+thread spun through all the Python between two operations. So whether they spin follows from how much of a step the training
+thread stood waiting for drives. Where that hides no compute, as where a phase of its own waits, steps get longer: then they
+spin for good, as they do where the threads sleep and hardly anything is waited for any more. They sleep from a step's first
+forward to its end: whatever else the process computes finds them as it knows them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from infinity.aio import EarlySleep, start_early_sleep
 
-_SLEEP_FROM = 1 / 3
-_SPIN_BELOW = 1 / 6
+_SLEEP_FROM = 0.4
+_SPIN_BELOW = 0.25
 """Shares of a step that were waits. Operations which wake their threads take up to 15 % longer, so from the first one doesn't
 come below the second where that is all it costs."""
 
-_STEPS = 2
+_LONGER_MAX = 1.05
+"""How much longer a step may be with threads that sleep; a drive's own ups and downs are nearly as much."""
+
+_STEPS = 3
 """So many in a row decide, as any one may be unlike the others."""
 
 
@@ -31,15 +36,27 @@ class SleepChoice:
     def __init__(self) -> None:
         self.sleeps = False
         self._is_final = False
-        self._in_a_row = 0
+        self._last: deque[tuple[float, float]] = deque(maxlen=_STEPS)
+        """Seconds and share of waits of the last steps, since the choice was made."""
+        self._spinning_seconds = 0.0
+        """The shortest of the steps that made it."""
+        self._is_compared = False
 
-    def note_step(self, share: float) -> None:
-        """A step is over; the training thread stood waiting for this `share` of it (0 to 1)."""
-        speaks_for_change = share < _SPIN_BELOW if self.sleeps else share >= _SLEEP_FROM
-        self._in_a_row = self._in_a_row + 1 if speaks_for_change else 0
-        if self._in_a_row == _STEPS and not self._is_final:
-            self.sleeps, self._is_final = not self.sleeps, self.sleeps
-            self._in_a_row = 0
+    def note_step(self, seconds: float, waited: float) -> None:
+        """A step is over, of whose `seconds` the training thread stood waiting for `waited`."""
+        self._last.append((seconds, waited / seconds))
+        if self._is_final or len(self._last) < _STEPS:
+            return
+        shortest = min(seconds for seconds, _ in self._last)
+        if not self.sleeps:
+            if all(share >= _SLEEP_FROM for _, share in self._last):
+                self.sleeps, self._spinning_seconds = True, shortest
+                self._last.clear()
+            return
+        is_longer = not self._is_compared and shortest > _LONGER_MAX * self._spinning_seconds
+        self._is_compared = True
+        if is_longer or all(share < _SPIN_BELOW for _, share in self._last):
+            self.sleeps, self._is_final = False, True
 
 
 class IdleThreads:
@@ -73,15 +90,15 @@ class IdleThreads:
         """The step is over."""
         if self._began is not None:
             seconds, waited = (now - then for now, then in zip(self._now(), self._began, strict=True))
-            self._choice.note_step(waited / seconds)
+            self._choice.note_step(seconds, waited)
         self.leave_step()
 
     def leave_step(self) -> None:
         """The step ends here, in whatever way; it says nothing about the next ones."""
         self._began = None
-        sleep, self._sleep = self._sleep, None
-        if sleep is not None:
-            sleep.end()
+        if self._sleep is not None:
+            self._sleep.end()
+            self._sleep = None
 
     def _now(self) -> tuple[float, float]:
         return time.perf_counter(), self._stall_seconds()

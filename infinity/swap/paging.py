@@ -268,6 +268,7 @@ class Paging:
         lap stay as they are.
         """
         with self._lock:
+            self._idle_threads.leave_step()
             if self.paged.health.state is not Health.CLOSED:
                 self.parameters.lending.take_back()
                 leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
@@ -277,15 +278,14 @@ class Paging:
                 self.paged.recover()
                 self.policy.recover()
                 self.parameters.recover()
-            self._idle_threads.leave_step()
             self._in_use = self._broken = False
 
     def close(self) -> None:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
         self.waiting_gradients.forget(range(len(self.paged.shards)))
+        self._idle_threads.leave_step()
         self.parameters.close()
         self.paged.close()
-        self._idle_threads.leave_step()
         self._machinery = self._activation_part = self._activation_stager = None
 
     def recover_if_broken(self) -> None:
@@ -335,6 +335,8 @@ class Paging:
             self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
             if trains:
                 self._idle_threads.begin_pass()
+            else:
+                self._idle_threads.leave_step()
 
     def _begin_group(self, group: PagedGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.parameters.lending.begin_forward(group)

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from infinity.aio import early_sleep, start_early_sleep
 
 CPU_SECONDS_OF_OTHERS = """
 import os, time
@@ -72,12 +75,44 @@ def test_idle_threads_sleep_at_once_until_the_end() -> None:
     assert (left, equal) == ("0", "True"), done.stdout
 
 
-@pytest.mark.parametrize(
-    "environment", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "1000"}, {"OMP_NUM_THREADS": "1"}]
-)
-def test_how_threads_wait_is_the_users_to_say(environment: dict[str, str]) -> None:
-    script = "from infinity.aio import start_early_sleep; print(start_early_sleep())"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "None\n"
+def test_how_threads_wait_is_the_users_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(early_sleep, "EarlySleep", lambda threads: started.append(threads) or "sleep")
+    monkeypatch.setattr(early_sleep, "_CPUS", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert start_early_sleep() == "sleep"
+    assert started == [8]
+    with monkeypatch.context() as said:
+        said.setenv("OMP_WAIT_POLICY", "active")
+        assert start_early_sleep() is None
+    with monkeypatch.context() as said:
+        said.setenv("GOMP_SPINCOUNT", "1000")
+        assert start_early_sleep() is None
+    with monkeypatch.context() as many:
+        many.setattr(early_sleep, "_CPUS", 17)
+        assert start_early_sleep() is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert start_early_sleep() is None
+    assert started == [8]
+
+
+WITHOUT_THREADS = """
+import resource, time
+import torch
+from infinity.aio import EarlySleep
+
+torch.ones(1 << 20).add_(1)
+virtual = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (virtual + (120 << 20),) * 2)  # a few stacks
+sleep = EarlySleep(60)
+time.sleep(0.5)
+sleep.end()
+print("goes on")
+"""
+
+
+def test_a_system_that_has_no_threads_to_give_ends_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr

@@ -206,7 +206,8 @@ def test_every_root_is_divided_as_by_torch(beta2: float, step: int, instructions
     """Of two octaves of squares, as each other octave has the fractions of one of them; and of what is no usual number."""
     first, last = (torch.tensor(end).view(torch.int32).item() for end in (1.0, 4.0))
     for begin in range(first, last, 1 << 22):
-        squares = torch.arange(begin, begin + (1 << 22), 64 if instructions == "portable" else 1, dtype=torch.int32)
+        every = 64 if instructions == "portable" else 1 if instructions == kernel.INSTRUCTIONS[0] else 5
+        squares = torch.arange(begin, begin + (1 << 22), every, dtype=torch.int32)
         ours = State(0)
         ours.numel = squares.numel()
         ours.exp_avg_sq = squares.view(torch.float32)

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-
-import infinity
-from infinity.aio import DriveLimit
-from infinity.swap import idle_threads, paging
-from infinity.swap.idle_threads import IdleThreads, SleepChoice
 from swap.blocks import batch, sharded
 
+import infinity
+from infinity.swap import idle_threads, paging
+from infinity.swap.idle_threads import IdleThreads, SleepChoice
 
-def choices(shares: Sequence[float]) -> list[bool]:
+
+def choices(steps: Sequence[tuple[float, float]]) -> str:
+    """After each step of so many seconds and waits: whether threads spin or sleep in the next."""
     choice = SleepChoice()
-    chosen = []
-    for share in shares:
-        choice.note_step(share)
-        chosen.append(choice.sleeps)
+    chosen = ""
+    for seconds, waited in steps:
+        choice.note_step(seconds, waited)
+        chosen += "s" if choice.sleeps else "-"
     return chosen
 
 
+WAITS, HIDES, COMPUTES = (10.0, 5.0), (10.0, 3.0), (10.0, 1.0)
+LONGER = (11.0, 5.0)
+"""As a step that waits, and gets longer where threads sleep: what it waits for hides no compute."""
+
+
 @pytest.mark.parametrize(
-    ("shares", "sleeps"),
+    ("steps", "chosen"),
     [
-        ([0.5, 0.5, 0.5], [False, True, True]),
-        ([0.5, 0.3, 0.5, 0.3], [False] * 4),  # one alone says little
-        ([0.5, 0.5, 0.2, 0.2, 0.2], [False, True, True, True, True]),  # what it costs at most
-        ([0.5, 0.5, 0.1, 0.2, 0.1, 0.2], [False, True, True, True, True, True]),
-        ([0.5, 0.5, 0.1, 0.1, 0.9, 0.9, 0.9], [False, True, True, False, False, False, False]),  # for good
-        ([0.1] * 5 + [0.4] * 2, [False] * 6 + [True]),
+        ([WAITS] * 4, "--ss"),
+        ([WAITS, WAITS, HIDES] * 2, "------"),  # a few say little
+        ([COMPUTES] * 5 + [WAITS] * 3, "-------s"),
+        ([WAITS] * 3 + [HIDES] * 6, "--sssssss"),
+        ([WAITS] * 3 + [COMPUTES] * 3 + [WAITS] * 4, "--sss-----"),  # for good
+        ([WAITS] * 3 + [COMPUTES, COMPUTES, HIDES] * 2, "--sssssss"),
+        ([WAITS] * 3 + [LONGER] * 3 + [WAITS] * 4, "--sss-----"),
+        ([WAITS] * 3 + [LONGER, WAITS, LONGER], "--ssss"),  # one that isn't longer is enough
+        ([WAITS] * 6 + [LONGER] * 6, "--ssssssssss"),  # the drive, later
     ],
 )
-def test_two_steps_in_a_row_decide(shares: list[float], sleeps: list[bool]) -> None:
-    assert choices(shares) == sleeps
+def test_steps_in_a_row_decide(steps: list[tuple[float, float]], chosen: str) -> None:
+    assert choices(steps) == chosen
 
 
 class Sleep:
@@ -58,7 +67,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compute_here: bool = True) -> None:
         Sleep.now = 0
         self.seconds = self.waited = 0.0
-        monkeypatch.setattr(idle_threads.time, "perf_counter", lambda: self.seconds)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
         self.threads = IdleThreads(lambda: self.waited, compute_here=compute_here, start=Sleep)  # type: ignore[arg-type]
 
     def step(self, *, waited: float, forwards: int = 1) -> int:
@@ -77,13 +86,13 @@ class Steps:
 
 def test_threads_sleep_in_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    assert [steps.step(waited=5, forwards=3) for _ in range(4)] == [0, 0, 1, 1]
-    assert [steps.step(waited=1) for _ in range(4)] == [1, 1, 0, 0]
+    assert [steps.step(waited=5, forwards=3) for _ in range(5)] == [0, 0, 0, 1, 1]
+    assert [steps.step(waited=1) for _ in range(5)] == [1, 1, 1, 0, 0]
 
 
 def test_a_step_that_an_exception_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    assert [steps.step(waited=5) for _ in range(3)] == [0, 0, 1]
+    assert [steps.step(waited=5) for _ in range(4)] == [0, 0, 0, 1]
     steps.threads.begin_pass()
     assert Sleep.now == 1
     steps.threads.leave_step()
@@ -105,14 +114,16 @@ def test_a_step_without_a_forward_says_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_threads_sleep_in_the_passes_of_a_training_that_waits(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_in_the_steps_of_a_training_alone(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Sleep.now = 0
-    monkeypatch.setattr(paging, "IdleThreads", partial(IdleThreads, start=Sleep))
+    monkeypatch.setattr(paging, "IdleThreads", partial(IdleThreads, start=Sleep))  # type: ignore[arg-type]
+    monkeypatch.setattr(idle_threads, "_SLEEP_FROM", 0.0)  # however little it waits here
+    monkeypatch.setattr(idle_threads, "_SPIN_BELOW", 0.0)
+    monkeypatch.setattr(idle_threads, "_LONGER_MAX", 1e9)
     model = sharded(width=512)
-    slow = [DriveLimit(latency_seconds=0.02)]
     slept: list[int] = []
     model.register_forward_hook(lambda *_: slept.append(Sleep.now))
-    with infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB", drive_limits=slow) as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap:
         swap.page(model, infinity.PagingOptions(sub_group_size=65536))
         optimizer = infinity.PagedAdamW(model.parameters(), swap=swap)
 
@@ -121,24 +132,28 @@ def test_threads_sleep_in_the_passes_of_a_training_that_waits(nvme_path: Path, m
             optimizer.step()
             optimizer.zero_grad()
 
-        for number in range(4):
+        for number in range(5):
             step(number)
             assert Sleep.now == 0
         with torch.no_grad():
             model(batch(0))
-        assert slept == [0, 0, 1, 1, 0]
+        assert slept == [0, 0, 0, 1, 1, 0]
 
         def fail(*_: object) -> None:
             raise KeyboardInterrupt
 
         hook = model.blocks[1].register_full_backward_hook(fail)  # type: ignore[index, union-attr]
         with pytest.raises(KeyboardInterrupt):
-            step(4)
+            step(5)
         hook.remove()
-        swap.flush()
+        assert (slept[-1], Sleep.now) == (1, 1)
         with torch.no_grad():
             model(batch(0))
-        assert slept[-2:] == [1, 0]
-        model(batch(5))
+        assert slept[-1] == 0
+        model(batch(6))  # of a step that never comes
         assert Sleep.now == 1
+        with torch.no_grad():
+            model(batch(0))
+        assert slept[-1] == 0
+        model(batch(6))
     assert Sleep.now == 0
