@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from infinity.aio import EarlySleep, start_early_sleep
 
-_SLEEP_FROM = 0.4
-_SPIN_BELOW = 0.25
+_SLEEP_FROM = 0.3
+_SPIN_BELOW = 0.15
 """Shares of a step that were waits. Operations which wake their threads take up to 15 % longer, so from the first one doesn't
 come below the second where that is all it costs."""
 

@@ -26,7 +26,7 @@ def choices(steps: Sequence[tuple[float, float]]) -> str:
     return chosen
 
 
-WAITS, HIDES, COMPUTES = (10.0, 5.0), (10.0, 3.0), (10.0, 1.0)
+WAITS, HIDES, COMPUTES = (10.0, 5.0), (10.0, 2.0), (10.0, 1.0)
 LONGER = (11.0, 5.0)
 """As a step that waits, and gets longer where threads sleep: what it waits for hides no compute."""
 
