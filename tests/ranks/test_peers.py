@@ -52,7 +52,7 @@ def test_ranks_that_go_on_in_different_passes_are_told_so(forked_ranks: Any, nvm
 @pytest.mark.parametrize("close", [("before", "none"), ("within", "none"), ("within", "step")], ids="-".join)
 def test_a_close_needs_no_rank_that_has_closed(close: tuple[str, str], forked_ranks: Any, nvme_path: Path) -> None:
     output = forked_ranks(SCRIPT, "served_no_more", str(nvme_path), *close, timeout_seconds=100).stdout
-    assert output.count("closed") == 2, output
+    assert output.splitlines().count("closed") == 2, output  # torch may say of a connection that it was closed
 
 
 @pytest.fixture
