@@ -62,35 +62,29 @@ class SleepChoice:
 class IdleThreads:
     """Has idle threads sleep in the steps of a training where that is chosen.
 
-    stall_seconds: for how long the training thread has waited for drives, in all. compute_here: whether threads of this process
-    compute the model, and not a device. start: has idle threads sleep until its end; None where that can't be.
+    compute_here: whether threads of this process compute the model, and not a device. start: has idle threads sleep until its
+    end; None where that can't be.
     """
 
-    def __init__(
-        self,
-        stall_seconds: Callable[[], float],
-        *,
-        compute_here: bool,
-        start: Callable[[], EarlySleep | None] = start_early_sleep,
-    ) -> None:
-        self._stall_seconds, self._compute_here, self._start = stall_seconds, compute_here, start
+    def __init__(self, *, compute_here: bool, start: Callable[[], EarlySleep | None] = start_early_sleep) -> None:
+        self._compute_here, self._start = compute_here, start
         self._choice = SleepChoice()
         self._sleep: EarlySleep | None = None
         self._began: tuple[float, float] | None = None
         """When the step began, and what had been waited by then."""
 
-    def begin_pass(self) -> None:
-        """A forward of a step begins."""
+    def begin_pass(self, waited: float) -> None:
+        """A forward of a step begins. `waited`: seconds that the training thread has stood waiting for drives, in all."""
         if self._began is None:
-            self._began = self._now()
+            self._began = time.perf_counter(), waited
         if self._choice.sleeps and self._compute_here and self._sleep is None:
             self._sleep = self._start()
 
-    def end_step(self) -> None:
-        """The step is over."""
+    def end_step(self, waited: float) -> None:
+        """The step is over. `waited`: as above."""
         if self._began is not None:
-            seconds, waited = (now - then for now, then in zip(self._now(), self._began, strict=True))
-            self._choice.note_step(seconds, waited)
+            began, before = self._began
+            self._choice.note_step(time.perf_counter() - began, waited - before)
         self.leave_step()
 
     def leave_step(self) -> None:
@@ -99,6 +93,3 @@ class IdleThreads:
         if self._sleep is not None:
             self._sleep.end()
             self._sleep = None
-
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), self._stall_seconds()

@@ -108,8 +108,7 @@ class Paging:
         ahead = self._make_ahead(machinery, look_ahead_bytes)
         lending = Lending(paged, allowed=self.fills_parameters, holds_all=self._room_bytes >= _whole_bytes(paged))
         self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, lending, alone=alone)
-        engine = machinery.engine
-        self._idle_threads = IdleThreads(lambda: engine.stall_seconds, compute_here=not self.device.is_discrete)
+        self._idle_threads = IdleThreads(compute_here=not self.device.is_discrete)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -229,7 +228,7 @@ class Paging:
                 self.timeline.steps += 1
             self.parameters.look_ahead()
             self.parameters.start_ahead(update=False)  # the step returns at once
-            self._idle_threads.end_step()
+            self._idle_threads.end_step(self.paged.stager.stall_seconds)
 
     # Who may be in here.
 
@@ -334,7 +333,7 @@ class Paging:
             trains = module.training and torch.is_grad_enabled()
             self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
             if trains:
-                self._idle_threads.begin_pass()
+                self._idle_threads.begin_pass(self.paged.stager.stall_seconds)
             else:
                 self._idle_threads.leave_step()
 

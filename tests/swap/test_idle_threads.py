@@ -68,16 +68,16 @@ class Steps:
         Sleep.now = 0
         self.seconds = self.waited = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
-        self.threads = IdleThreads(lambda: self.waited, compute_here=compute_here, start=Sleep)  # type: ignore[arg-type]
+        self.threads = IdleThreads(compute_here=compute_here, start=Sleep)  # type: ignore[arg-type]
 
     def step(self, *, waited: float, forwards: int = 1) -> int:
         """What slept in it."""
         for _ in range(forwards):
-            self.threads.begin_pass()
+            self.threads.begin_pass(self.waited)
         slept = Sleep.now
         self.seconds += 10
         self.waited += waited
-        self.threads.end_step()
+        self.threads.end_step(self.waited)
         assert Sleep.now == 0
         self.seconds += 100  # what a user does between steps is no part of them
         self.waited += 50
@@ -93,7 +93,7 @@ def test_threads_sleep_in_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_an_exception_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     assert [steps.step(waited=5) for _ in range(4)] == [0, 0, 0, 1]
-    steps.threads.begin_pass()
+    steps.threads.begin_pass(steps.waited)
     assert Sleep.now == 1
     steps.threads.leave_step()
     assert Sleep.now == 0
