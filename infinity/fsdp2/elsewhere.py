@@ -6,6 +6,7 @@ a storage that holds nothing.
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ import torch
 class ElsewhereTensor(torch.Tensor):
     """A tensor whose elements are elsewhere. Who would look for them in its storage gets those that `materialize` gives."""
 
+    @abc.abstractmethod
     def materialize(self) -> torch.Tensor:
         """Its elements as an ordinary tensor of the same shape. Raises InfinityError where nobody may have them."""
-        raise NotImplementedError
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.materialize().numpy(force=force)

@@ -228,7 +228,7 @@ class Paging:
                 self.timeline.steps += 1
             self.parameters.look_ahead()
             self.parameters.start_ahead(update=False)  # the step returns at once
-            self._idle_threads.end_step(self.paged.stager.stall_seconds)
+            self._idle_threads.end_step(self.paged.stager.io.stall_seconds)
 
     # Who may be in here.
 
@@ -333,7 +333,7 @@ class Paging:
             trains = module.training and torch.is_grad_enabled()
             self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
             if trains:
-                self._idle_threads.begin_pass(self.paged.stager.stall_seconds)
+                self._idle_threads.begin_pass(self.paged.stager.io.stall_seconds)
             else:
                 self._idle_threads.leave_step()
 

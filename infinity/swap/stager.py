@@ -62,11 +62,6 @@ class Stager:
         """Let go of pool, engine and arena: a paged model knows its stager, and outlives them. Of no use after this."""
         del self._engine, self._pool, self.io
 
-    @property
-    def stall_seconds(self) -> float:
-        """For how long somebody has waited for drives, in all."""
-        return self._engine.stall_seconds
-
     @contextlib.contextmanager
     def stalling(self, why: str) -> Iterator[None]:
         """A block in which the training thread waits for a drive, but not in a transfer of this stager; it counts as stall."""
