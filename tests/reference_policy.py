@@ -36,7 +36,7 @@ def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
         yield using.index
     for index in policy._traces[policy._phase].upcoming(into_next=not policy._phase):
         if index >= len(groups):
-            yield from policy._with_compute(index)
+            yield from policy.units.with_compute(index)
             continue
         yield from _units_of(policy, groups[index], paged.updates, index)
     yield from map(policy.units.of, paged.updates)

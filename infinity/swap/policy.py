@@ -34,12 +34,13 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from infinity.fsdp2.sharding import in_backward
-from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
+from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead
 from infinity.schedule.trace import Trace
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.speculation import is_speculative
+from infinity.swap.step_bytes import StepBytes
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.units import Units
 from infinity.swap.wanted import Wanted
@@ -199,23 +200,13 @@ class StagingPolicy:
         in_backward = self._updated_in_backward(cycle)
         stepped = {*self._paged.updates.stepped} if cycle else set()
         later = [sub for sub in self._trained if sub not in in_backward or sub in stepped]
-        spans = [span for sub in in_backward for span in sub.reads(compute=False)]
-        read = sum(span.nbytes for span in (*spans, *(span for sub in later for span in sub.reads(compute=True))))
-        written = sum(sub.layout.nbytes for sub in (*in_backward, *later))
-        spared = (
-            set(later) if self._updates_wait else set()
-        )  # the first gather after a step takes what was just updated
+        foretold = StepBytes(
+            self._paged, self.units, in_backward=in_backward, later=later, for_gathers=self._updates_wait
+        )
+        read, written = foretold.of_updates()
         if cycle:
-            return read + self._gathers_of(cycle, spared), written
-        for group in self._paged.groups:
-            if group.is_routed:
-                continue
-            times = 2 * micro_batches if gathers is None else gathers[group.name]
-            if group.completes is not None and not in_backward.isdisjoint(group.members):
-                times = max(times, 2)  # its update in the backward takes the compute parameters that were read for it
-            whole = _compute_bytes(group)
-            read += whole * (times - 1) + _compute_bytes(group, spared)
-        return read, written
+            return read + foretold.of_cycle(cycle, self._next_step(cycle)), written
+        return read + foretold.of_gathers(2 * micro_batches if gathers is None else gathers), written
 
     # How.
 
@@ -304,7 +295,7 @@ class StagingPolicy:
         for at in range(place, len(cycle) if trains else 2 * len(cycle)):
             index = cycle[at % len(cycle)]
             if index >= len(groups):  # an update in the backward, which needs the compute parameters too
-                yield from ((at, unit) for unit in self._with_compute(index))
+                yield from ((at, unit) for unit in self.units.with_compute(index))
                 continue
             compute = index if not paged.may_go_direct(groups[index]) else ~index
             yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, compute, until_done=True))
@@ -347,48 +338,12 @@ class StagingPolicy:
             yield compute
         yield from (~unit if until_done else unit for unit in members)
 
-    def _with_compute(self, unit: int) -> Iterator[int]:
-        """A sub-group that is updated in the backward, and before it the group whose compute parameters that needs."""
-        sub = self._paged.sub_groups[unit - len(self._paged.groups)]
-        if self._paged.groups[sub.layout.space].completes is not None:
-            yield sub.layout.space
-        yield unit
-
     def _updated_in_backward(self, cycle: Sequence[int]) -> Set[PagedSubGroup]:
         """What a cycle updates in the backward; before there is one, what can be."""
         paged = self._paged
         if cycle:
             return {paged.sub_groups[unit - len(paged.groups)] for unit in cycle if unit >= len(paged.groups)}
         return self._in_backward
-
-    def _gathers_of(self, cycle: Sequence[int], waiting: set[PagedSubGroup]) -> int:
-        """Bytes that the gathers of a cycle read, without those that the updates for them read, of what is `waiting`."""
-        groups = self._paged.groups
-        uses, reads = [], []
-        updating: list[int] = []
-        direct_bytes = 0
-        for index in cycle:
-            if index >= len(groups):
-                *gathered, unit = self._with_compute(index)
-                if gathered != updating:  # in use from the first member's update to the last one's
-                    uses += gathered
-                    reads += [_compute_bytes(groups[number]) for number in gathered]
-                updating = gathered
-                uses.append(unit)
-                reads.append(0)
-                continue
-            group = groups[index]
-            resident_sub_groups = [sub for sub in group.resident_sub_groups if sub in waiting]
-            updated = [sub for sub in group.members if sub in waiting]
-            waiting -= {*resident_sub_groups, *updated}
-            if not updated and self._paged.may_go_direct(group):  # read past host memory: none of them is staged
-                uses += map(self.units.of, resident_sub_groups)
-                reads += [0] * len(resident_sub_groups)
-                direct_bytes += _compute_bytes(group)
-                continue
-            uses += [*map(self.units.of, resident_sub_groups), *map(self.units.of, updated), index]
-            reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
-        return direct_bytes + cycle_read_bytes(uses, reads, self._next_step(cycle), *self.units.limits())
 
 
 @dataclass(eq=False)
@@ -406,10 +361,3 @@ class _Following:
     using: PagedGroup | None = None
     waiting: deque[PagedSubGroup] = field(default_factory=deque)
     """Its members that waited for an update."""
-
-
-def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
-    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
-    members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
-    of_arena = sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
-    return of_arena + sum(span.nbytes for span in group.foreign.reads)

@@ -5,7 +5,7 @@ Data and arithmetic; follows nothing and moves nothing. The uses to come, and th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from infinity.schedule.pinned import look_ahead_room
 from infinity.schedule.residency import choose_to_stay
@@ -29,6 +29,7 @@ class Units:
     def __init__(
         self, paged: PagedModel, options: PagingOptions, pool_bytes: int, look_ahead_bytes: int | None
     ) -> None:
+        self._paged = paged
         compute = [group.chunk for group in paged.groups]
         states = [sub.chunk if sub.moves else None for sub in paged.sub_groups]
         self._groups, self._sub_groups = len(compute), len(states)
@@ -52,6 +53,13 @@ class Units:
     def of(self, sub: PagedSubGroup) -> int:
         """The unit of a sub-group."""
         return self._groups + sub.layout.index
+
+    def with_compute(self, unit: int) -> Iterator[int]:
+        """A sub-group that is updated in the backward, and before it the group whose compute parameters that needs."""
+        sub = self._paged.sub_groups[unit - self._groups]
+        if self._paged.groups[sub.layout.space].completes is not None:
+            yield sub.layout.space
+        yield unit
 
     def room_for(self, group: PagedGroup) -> int:
         """The unit that stands for compute parameters of a group that the step is still to make."""

@@ -1,0 +1,97 @@
+"""Floor 8. The bytes that a step of a paged model reads and writes, foretold from what it updates when.
+
+Arithmetic over what is placed where; follows nothing and moves nothing. What comes when is policy.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+
+from infinity.schedule.lookahead import cycle_read_bytes
+from infinity.swap.group import PagedGroup
+from infinity.swap.paged_model import PagedModel
+from infinity.swap.sub_group import PagedSubGroup
+from infinity.swap.units import Units
+
+
+class StepBytes:
+    """Foretells a step of a model.
+
+    Args:
+        paged, units: what is foretold, and what may be staged of it.
+        in_backward: the sub-groups that the backward updates.
+        later: those that are updated after it.
+        for_gathers: whether that is when their groups are gathered next, which spares that gather its read.
+    """
+
+    def __init__(
+        self,
+        paged: PagedModel,
+        units: Units,
+        *,
+        in_backward: Set[PagedSubGroup],
+        later: Sequence[PagedSubGroup],
+        for_gathers: bool,
+    ) -> None:
+        self._paged, self._units = paged, units
+        self._in_backward, self._later = in_backward, later
+        self._made = set(later) if for_gathers else set()
+        """What the first gather takes from an update."""
+
+    def of_updates(self) -> tuple[int, int]:
+        """Bytes (read, written)."""
+        spans = [span for sub in self._in_backward for span in sub.reads(compute=False)]
+        spans += [span for sub in self._later for span in sub.reads(compute=True)]
+        written = sum(sub.layout.nbytes for sub in (*self._in_backward, *self._later))
+        return sum(span.nbytes for span in spans), written
+
+    def of_gathers(self, times: int | Mapping[str, int]) -> int:
+        """Bytes read if each group is gathered so often (by name, or all of them), and nothing is kept staged."""
+        read = 0
+        for group in self._paged.groups:
+            if group.is_routed:
+                continue
+            count = times if isinstance(times, int) else times[group.name]
+            if group.completes is not None and not self._in_backward.isdisjoint(group.members):
+                count = max(count, 2)  # its update in the backward takes the compute parameters that were read for it
+            read += _compute_bytes(group) * (count - 1) + _compute_bytes(group, self._made)
+        return read
+
+    def of_cycle(self, cycle: Sequence[int], next_step: Iterable[int]) -> int:
+        """Bytes that the gathers of a cycle read, without those that the updates for them read. `next_step`: the units of the
+        step after it that may be staged by its end."""
+        groups = self._paged.groups
+        uses: list[int] = []
+        reads: list[int] = []
+        made = set(self._made)
+        updating: list[int] = []
+        direct_bytes = 0
+        for index in cycle:
+            if index >= len(groups):
+                *gathered, unit = self._units.with_compute(index)
+                if gathered != updating:  # in use from the first member's update to the last one's
+                    uses += gathered
+                    reads += [_compute_bytes(groups[number]) for number in gathered]
+                updating = gathered
+                uses.append(unit)
+                reads.append(0)
+                continue
+            group = groups[index]
+            resident_sub_groups = [sub for sub in group.resident_sub_groups if sub in made]
+            updated = [sub for sub in group.members if sub in made]
+            made -= {*resident_sub_groups, *updated}
+            if not updated and self._paged.may_go_direct(group):  # read past host memory: none of them is staged
+                uses += map(self._units.of, resident_sub_groups)
+                reads += [0] * len(resident_sub_groups)
+                direct_bytes += _compute_bytes(group)
+                continue
+            uses += [*map(self._units.of, resident_sub_groups), *map(self._units.of, updated), index]
+            reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
+        return direct_bytes + cycle_read_bytes(uses, reads, next_step, *self._units.limits())
+
+
+def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
+    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
+    members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
+    of_arena = sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
+    return of_arena + sum(span.nbytes for span in group.foreign.reads)
