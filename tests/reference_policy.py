@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain, takewhile
 from typing import Any
 
@@ -17,11 +17,12 @@ from infinity.swap.sub_group import PagedSubGroup
 
 def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
     """The chunks that should be staged now, soonest needed first."""
-    none_stays = policy._phase or policy._paged.updates
-    stay: Collection[int] = () if none_stays else policy.units.stay_in(policy._traces[False].cycle)
+    steady = policy._phase or policy._paged.updates
+    stay = policy.units.staying if steady else policy.units.stay_in(policy._traces[False].cycle)
     staying_bytes = sum(policy.units.nbytes[unit] for unit in stay)
-    unit_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy.units.nbytes)]
-    gathered_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy.units.gathered_bytes)]
+    held = stay.union(policy.units.room_for(policy._paged.groups[unit]) for unit in stay)
+    unit_bytes = [0 if unit in held else nbytes for unit, nbytes in enumerate(policy.units.nbytes)]
+    gathered_bytes = [0 if unit in held else nbytes for unit, nbytes in enumerate(policy.units.gathered_bytes)]
     room = policy.units.room_bytes - staying_bytes
     fitting = groups_to_stage(_upcoming(policy, using), unit_bytes, room)
     chosen = groups_to_stage(fitting, gathered_bytes, min(room, policy.units.look_ahead_bytes))

@@ -61,9 +61,10 @@ class InfinityConfig(Block):
     pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = key(
         "auto",
         "Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model needs at "
-        "full speed; where updates are in the backward, the state of the two largest groups is part of that, as far as "
-        "the pool, with gradients that wait all the same, stays within a quarter of this rank's share of the memory that is "
-        "available here, control groups counted.",
+        "full speed, and more as far as the pool, with the gradients that wait, is within a quarter of this rank's share of "
+        "the memory that is available here, control groups counted: where updates are in the backward, room for the state of "
+        "the two largest groups; then for compute parameters (2 bytes per element) that stay from step to step, so that they "
+        "are not read again. What is set beyond the first two is for what stays, too.",
         unit="bytes",
     )
     host_cache_bytes: Annotated[int, CACHE_BYTES] = key(

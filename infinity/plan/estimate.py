@@ -15,7 +15,7 @@ from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, Work
 from infinity.schedule import pinned
-from infinity.schedule.residency import choose_resident
+from infinity.schedule.residency import choose_resident, choose_staying
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
@@ -254,18 +254,30 @@ class Pipeline:
         sub_group_numel: elements stepped together.
         look_ahead_bytes: that groups read ahead may hold; where updates are in the passes, sub-groups too.
         sub_groups_ahead: read ahead in an optimizer step of its own.
+        staying: groups whose compute parameters stay staged from step to step, in so many `staying_bytes` of the pool.
     """
 
     pinned_bytes: int
     sub_group_numel: int
     look_ahead_bytes: int
     sub_groups_ahead: int
+    staying: frozenset[int] = frozenset()
+    staying_bytes: int = 0
 
 
 def pipeline_of(
-    work: Work, strategy: Strategy, pinned_bytes: int | None = None, memory_bytes: float = math.inf
+    work: Work,
+    strategy: Strategy,
+    pinned_bytes: int | None = None,
+    memory_bytes: float = math.inf,
+    *,
+    cache: HostCache | None = NO_CACHE,
 ) -> Pipeline:
-    """The pipeline within `pinned_bytes`, or with a comfortable pool where None, on a rank that has `memory_bytes`."""
+    """The pipeline within `pinned_bytes`, or with a comfortable pool where None, on a rank that has `memory_bytes`.
+
+    `cache`: the host cache beside it. None: one that is still to be chosen, and for which a comfortable pool leaves the memory
+    in which groups would stay.
+    """
     if not strategy.uses_nvme:
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
@@ -281,14 +293,42 @@ def pipeline_of(
     if work.muon:
         numel = max(numel, *(-(-rows // work.ranks) * columns for rows, columns in work.model.block_matrices))
     gather, stepped = pinned.gather_bytes(group_bytes), math.ceil(numel * per_element)
+    in_backward = strategy.update_of(work.scheme) == "backward"
+    per_element += COMPUTE_BYTES
+    waiting = math.ceil(sum(sorted(work.group_shards)[-2:]) * per_element) if in_backward else 0
+    staged, spared = _staged_bytes(work, strategy, cache or NO_CACHE), _spared_reads(work, strategy)
     pool = pinned_bytes
     if pool is None:
-        in_backward = strategy.update_of(work.scheme) == "backward"
-        per_element += COMPUTE_BYTES
-        waiting = math.ceil(sum(sorted(work.group_shards)[-2:]) * per_element) if in_backward else 0
-        held = work.gradient_itemsize * work.gradients_that_wait(strategy) - sum(spilled) if in_backward else 0
-        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held)
-    return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
+        held = work.gradient_itemsize * work.gradients_that_wait(strategy) - sum(spilled)
+        may_stay = 0 if cache is None else sum(map(operator.mul, staged, map(bool, spared)))
+        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held, may_stay)
+    room = max(0, pool - pinned.comfortable_bytes(gather, stepped, waiting))
+    order = [len(staged) - 1, *range(len(staged) - 1)]  # as the engine numbers them: the root is 0
+    places = choose_staying([staged[group] for group in order], [spared[group] for group in order], room)
+    staying = frozenset(order[place] for place in places)
+    staying_bytes = sum(staged[group] for group in staying)
+    passing = pool - staying_bytes
+    ahead = pinned.look_ahead_room(passing, group_bytes), pinned.sub_groups_ahead(passing, stepped)
+    return Pipeline(pool, numel, *ahead, staying, staying_bytes)
+
+
+def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]:
+    """By group: the lease of its compute parameters; 0 where all of them are cached."""
+    if strategy.parameters != "nvme":
+        return [0] * len(work.group_shards)
+    nbytes = [COMPUTE_BYTES * shard for shard in work.group_shards]
+    cached = cache.compute or [0] * len(nbytes)
+    return [size if size > of_group else 0 for size, of_group in zip(nbytes, cached, strict=True)]
+
+
+def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
+    """By group: how often a micro-batch reads its compute parameters less if they stay staged, as the engine counts it."""
+    gathers = [2] * (len(work.group_shards) - 1) + [1]  # the root stays gathered
+    in_backward = strategy.update_of(work.scheme) == "backward" and work.scheme.compute_is_state()
+    return [
+        max(times, 2) if in_backward and not left else times - 1
+        for times, left in zip(gathers, work.left_to_forward(strategy), strict=True)
+    ]
 
 
 def pinned_bytes_min(work: Work, strategy: Strategy) -> int:

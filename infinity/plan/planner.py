@@ -29,6 +29,7 @@ from infinity.plan.resources import Resources, Simulated
 from infinity.plan.simulator import simulate
 from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.work import Work
+from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.schedule.spilling import BUFFER_SHARES
 from infinity.schedule.timeline import Interval, total, united
 from infinity.units import format_bytes
@@ -94,9 +95,12 @@ class Plan:
         """Bytes (read, written) of one rank that a step moves more where it discards what the backward updated."""
         if not self.work.scheme.speculative:
             return 0, 0
-        early = sum(updated_in_backward(self.work, self.strategy, self.cache))
+        early = updated_in_backward(self.work, self.strategy, self.cache)
         read, written = self.work.scheme.discarded_bytes
-        return math.ceil(read * early), math.ceil(written * early)
+        # Where compute parameters stay staged, and are made there, there is no read of a gather to be spared.
+        is_spared = not self.work.scheme.compute_is_state()
+        not_spared = 0 if is_spared else COMPUTE_BYTES * sum(early[group] for group in self.pipeline.staying)
+        return math.ceil(read * sum(early)) + not_spared, math.ceil(written * sum(early))
 
     def discarding_seconds(self) -> float:
         """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""
@@ -201,14 +205,17 @@ def _place(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
 ) -> tuple[Pipeline, HostCache, Memory, list[str]]:
     """Where everything rests, and the reasons why that doesn't fit."""
-    pipeline = pipeline_of(work, strategy, pinned_bytes, machine.host_bytes / machine.ranks_per_node)
+    host_bytes = machine.host_bytes / machine.ranks_per_node
     on_host = machine.device_is_host
-    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
     if work.durable:
         cache_bytes = 0
     elif cache_bytes is None:
-        cache_bytes = max(0, int(USABLE * machine.host_bytes / machine.ranks_per_node) - memory.host_bytes)
+        pipeline = pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=None)
+        memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
+        cache_bytes = max(0, int(USABLE * host_bytes) - memory.host_bytes)
+        pinned_bytes = pipeline.pinned_bytes
     cache = host_cache_of(work, strategy, cache_bytes)
+    pipeline = pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=cache)
     memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, cache=cache)
     return pipeline, cache, memory, _why_not(work, machine, strategy, pipeline, memory)
 

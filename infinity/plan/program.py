@@ -51,7 +51,7 @@ def step_of(
         group_bytes=program.group_bytes,
         look_ahead_bytes=pipeline.look_ahead_bytes + buffer_bytes // IN_HAND_SHARES,
         sub_groups_ahead=pipeline.sub_groups_ahead,
-        pool_bytes=pipeline.pinned_bytes + buffer_bytes,
+        pool_bytes=pipeline.pinned_bytes - pipeline.staying_bytes + buffer_bytes,
         overlap_gathers=not machine.device_is_host,
     )
 
@@ -89,10 +89,12 @@ class _ProgramOfRank:
         self._other_state_bytes = [
             math.ceil(other * numel) - cached for numel, cached in zip(self._shards, cache.other_state, strict=True)
         ]
+        self._staying = pipeline.staying
         self.group_bytes = [
-            compute * numel if on_nvme else 0 for numel, on_nvme in zip(self._shards, self._compute_bytes, strict=True)
+            compute * numel if on_nvme and group not in self._staying else 0
+            for group, (numel, on_nvme) in enumerate(zip(self._shards, self._compute_bytes, strict=True))
         ]
-        """The lease of each group: all its compute parameters, unless all of them are cached."""
+        """What comes and goes for each group: all its compute parameters, unless these stay staged, or all are cached."""
         self._spilled = work.gradients_that_spill(strategy)
         """By group: gradients that wait on NVMe."""
         self._muon_seconds = [flops / machine.flops_per_s for flops in work.group_muon_flops]
@@ -116,7 +118,7 @@ class _ProgramOfRank:
         """All of the step."""
         last = self._work.passes - 1
         for number in range(self._work.passes):
-            self._forward(updated=self._update != "step" and number == 0)
+            self._forward(number)
             self._backward(updated=number == last, first=number == 0)
         if self._strategy.all_gradients_wait(self._work.scheme):
             clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
@@ -126,7 +128,10 @@ class _ProgramOfRank:
             self._step()
         return self._program
 
-    def _forward(self, *, updated: bool) -> None:
+    def _forward(self, number: int) -> None:
+        """The forward of a micro-batch, by its number."""
+        updated = self._update != "step" and number == 0
+
         def use(group: int) -> None:
             in_backward = 0 if self._discards else self._in_backward[group]
             # Where only a part is updated here, compute parameters of that rest in host memory.
@@ -134,7 +139,8 @@ class _ProgramOfRank:
             if updated and in_backward < self._shards[group]:
                 into = group if made and self.group_bytes[group] else None
                 self._update_group(group, self._rest(group, in_backward), into=into)
-            self._use(group, backward=False, made=made)
+            is_staged = group in self._staying and (number > 0 or self._is_renewed(group))
+            self._use(group, backward=False, is_there=made or is_staged)
 
         self._pass((self._root, *range(self._root)), use, self._save)
 
@@ -171,7 +177,7 @@ class _ProgramOfRank:
 
         def use(group: int) -> None:
             self._restore(group)
-            self._use(group, backward=True)
+            self._use(group, backward=True, is_there=group in self._staying)
 
         def finish(group: int, place: int) -> None:
             if self._spilled[group]:
@@ -195,8 +201,9 @@ class _ProgramOfRank:
         )
         self._program += [sub_group] * count
 
-    def _use(self, group: int, *, backward: bool, made: bool = False) -> None:
-        """One use of a group, in forward or backward; `made`: its update has just made its compute parameters."""
+    def _use(self, group: int, *, backward: bool, is_there: bool) -> None:
+        """One use of a group, in forward or backward. `is_there`: its compute parameters are staged already, or its update has
+        just made them."""
         work, machine, strategy = self._work, self._machine, self._strategy
         tokens = work.samples_at_once * work.model.seq
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
@@ -208,7 +215,7 @@ class _ProgramOfRank:
         self._program.append(
             Use(
                 group,
-                read_bytes=0 if gathered or made else self._compute_bytes[group],
+                read_bytes=0 if gathered or is_there else self._compute_bytes[group],
                 compute_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
                 gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
                 compute_seconds=flops_per_numel * self._active_numels[group] / machine.flops_per_s
@@ -223,6 +230,10 @@ class _ProgramOfRank:
             )
         )
 
+    def _is_renewed(self, group: int) -> bool:
+        """Whether the update makes compute parameters where they lie, if they stay staged."""
+        return self._work.scheme.compute_is_state() and self._in_backward[group] == self._shards[group]
+
     def _stays_gathered(self, group: int, *, backward: bool) -> bool:
         return backward and (group == self._root or self._strategy.stage < 3)
 
@@ -236,11 +247,11 @@ class _ProgramOfRank:
         )
 
     def _update_group(self, group: int, part: _Elements, *, into: int | None = None, after: int | None = None) -> None:
-        """The sub-groups of a part of one group. In the backward its gather has read the compute parameters, if it was gathered
-        there."""
-        gathered = after is not None and not self._stays_gathered(group, backward=True)
+        """The sub-groups of a part of one group. In the backward the compute parameters are staged, if it was gathered there or
+        they stay."""
+        gathered = not self._stays_gathered(group, backward=True) or group in self._staying
         read = part.other_state_bytes + self._spilled[group]
-        if self._work.scheme.compute_is_state() and not gathered:
+        if self._work.scheme.compute_is_state() and not (after is not None and gathered):
             read += part.compute_bytes
         written = part.compute_bytes + part.other_state_bytes
         muon_seconds = self._muon_seconds[group] * part.numel / self._shards[group]

@@ -44,8 +44,8 @@ groups the largest hole holds the next group."""
 PIPELINE_DEPTH = 3
 """Sub-groups in memory during the step: one being read, one updated, one written."""
 
-WAITING_SHARE = 1 / 4
-"""The share of a rank's memory up to which the pool may grow for state that waits for its gradients."""
+MEMORY_SHARE = 1 / 4
+"""The share of a rank's memory up to which the pool may grow for what it could do without."""
 
 SUB_GROUP_NUMEL_DEFAULT = 4 << 20
 """Elements: 56 MiB of state with 16-bit compute parameters, long past the size where a drive is at its limit."""
@@ -92,20 +92,22 @@ def comfortable_bytes(
     waiting_bytes: int = 0,
     memory_bytes: float = math.inf,
     gradient_bytes: int = 0,
+    staying_bytes: int = 0,
 ) -> int:
     """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight.
 
-    Where groups are updated in the backward, also `waiting_bytes`, the compute parameters and the state of the two largest of
-    them, as far as the pool and the gradients that wait all the same (`gradient_bytes`) stay within WAITING_SHARE of
-    `memory_bytes`: see [Note: What waits for its gradients].
+    As far as the pool and the gradients that wait all the same (`gradient_bytes`) are within MEMORY_SHARE of `memory_bytes`,
+    it has room for more: where groups are updated in the backward, for `waiting_bytes`, the compute parameters and the state of
+    the two largest of them ([Note: What waits for its gradients]); then for `staying_bytes`, the compute parameters that may
+    stay from step to step ([Note: Staying staged] in residency.py).
     """
     group_bytes_max = gather // GROUPS_HELD
     gather_room = gather + GATHERS_IN_USE * group_bytes_max
     pipeline = pipeline_bytes(group_bytes_max, sub_group_bytes) + sub_group_bytes
     waiting = GATHERS_IN_USE * group_bytes_max + waiting_bytes
     least = align_up(max(gather_room, pipeline) + ACCESS_BYTES, MIB)
-    roomy = min(align_up(waiting + ACCESS_BYTES, MIB), WAITING_SHARE * memory_bytes - gradient_bytes)
-    return max(least, int(roomy) // MIB * MIB)
+    roomy = max(least, align_up(waiting + ACCESS_BYTES, MIB)) + align_up(staying_bytes, MIB)
+    return max(least, int(min(roomy, MEMORY_SHARE * memory_bytes - gradient_bytes)) // MIB * MIB)
 
 
 def look_ahead_room(pinned_bytes: int, group_bytes_max: int) -> int:

@@ -34,6 +34,14 @@ often as that, and written as often.
 
 Whole units stay (a page of each field). The proof is for bytes; so all that is lost is a remainder of C that holds no unit of
 the next candidate.
+
+[Note: Staying staged]
+A cached byte has no place on NVMe. A byte that *stays* staged has one: it is written there as ever, and its reads alone are
+spared. That goes with all that has to be on the drive: second slots, commits, checkpoints. So whole groups of compute
+parameters stay in what the pool has beyond its pipeline. (Other state is read once a step, and would spare half as much.) What
+an update in the backward makes of them takes the place of the old ones where these lie, and no read is left; what is made later
+is read once. As the passes go over more than the room holds, the same groups stay all the time: those that are read most often,
+and of equals an even share, so that the drive has as much to do in each part of a step.
 """
 
 from __future__ import annotations
@@ -112,6 +120,21 @@ def choose_evenly(unit_bytes: Sequence[int], bytes_max: int) -> list[int]:
             stay.append(place)
             stay_bytes += nbytes
     return stay
+
+
+def choose_staying(unit_bytes: Sequence[int], spared_reads: Sequence[int], bytes_max: int) -> list[int]:
+    """The places of units that stay staged in at most `bytes_max` of memory, ascending: see [Note: Staying staged].
+
+    `spared_reads`: how often a step reads each of them less if it stays; one of which that is 0 doesn't.
+    """
+    staying: list[int] = []
+    left = bytes_max
+    for reads in sorted({*spared_reads} - {0}, reverse=True):
+        places = [place for place, spared in enumerate(spared_reads) if spared == reads and unit_bytes[place]]
+        chosen = [places[at] for at in choose_evenly([unit_bytes[place] for place in places], left)]
+        left -= sum(unit_bytes[place] for place in chosen)
+        staying += chosen
+    return sorted(staying)
 
 
 def choose_to_stay(unit_bytes: Sequence[int], room_bytes: int) -> list[int]:

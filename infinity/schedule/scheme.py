@@ -101,7 +101,7 @@ class Scheme:
     @property
     def discarded_bytes(self) -> tuple[float, float]:
         """Bytes (read, written) per element that a discarded update costs beyond an accepted one: the next forward reads the
-        state, and spares a gather."""
+        state, and spares the read of a gather."""
         return self.state_bytes - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
 
 

@@ -83,6 +83,11 @@ class Chunk:
     """Whether nobody has verified the bytes that were read."""
     sums: bytes | None = field(default=None, repr=False)
     """Checksums of the pages that are to be written, where its user has made them."""
+    stays: bool = False
+    """Whether it stays staged from step to step while there is room: see [Note: Staying staged] in schedule/residency.py."""
+    early: tuple[Chunk, ...] = field(default=(), repr=False)
+    """Chunks of which its lease holds what their update wrote to a slot that isn't current yet. Nobody else may use it until
+    all of these slots are."""
     state: ChunkState = ChunkState.ON_NVME
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
@@ -125,4 +130,4 @@ class Chunk:
         if self.state is not ChunkState.ON_NVME:
             self.move_to(ChunkState.ON_NVME)
         self.lease, self.transfers, self.copy_event = None, [], None
-        self.unverified, self.sums = False, None
+        self.unverified, self.sums, self.early = False, None, ()

@@ -255,7 +255,7 @@ class PagedGroup:
         stager.drop(self.chunk)
 
     def end_gather(self, stager: Stager) -> None:
-        """Nobody gathers them any more; what is staged stays, as nothing of it changes."""
+        """Nobody gathers them any more; what is staged stays."""
         if self.in_use:
             assert self.chunk is not None
             stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)

@@ -234,7 +234,7 @@ class SwapManager:
             stored = self._rest_in_files(model, weights, options)
             rank = mesh.get_local_rank(mesh.ndim - 1)
             outline = ModelOutline([group.outline for group in groups], mesh.size(-1), dtype, rank, stored)
-            layout, pinned_bytes = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
+            layout, pinned_bytes, staying = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
             files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
             place = _checked_place(self.run, layout, outline, options)
@@ -249,6 +249,7 @@ class SwapManager:
                 shard_rank=outline.rank,
                 compute_dtype=dtype,
                 options=options,
+                staying=staying,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
@@ -294,7 +295,7 @@ class SwapManager:
         options = options.for_ranks(ranks)
         stored = self._rest_in_files(model, weights, options)
         outline = ModelOutline(outlined_groups(model, wrap), ranks, dtype, dist.get_rank() % ranks, stored)
-        layout, _ = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
+        layout = plan_model(outline, options, self._budget_bytes, self._memory_bytes).layout
         _checked_place(self.run, layout, outline, options)
         second = second_slot_bytes(layout, options)
         nbytes = layout.nbytes + layout.gradient_bytes

@@ -7,7 +7,7 @@ parameter_lap.py, gradients and updates in gradient_lap.py and pending_updates.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class PagedModel:
     Args:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
         options: when groups are updated; the defaults where None.
+        staying: the groups, by number, whose compute parameters stay staged.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
@@ -61,6 +62,7 @@ class PagedModel:
         compute_dtype: torch.dtype,
         shard_rank: int = 0,
         options: PagingOptions | None = None,
+        staying: Collection[int] = frozenset(),
         durable: bool = False,
         stager: Stager,
         arena: Arena,
@@ -92,6 +94,10 @@ class PagedModel:
         if self._cache is not None:
             place_cached(self.sub_groups, self.groups, self._cache)
         open_chunks(layout, self.sub_groups, self.groups)
+        for index in staying:
+            group = self.groups[index]
+            if group.chunk is not None and not self.may_go_direct(group):
+                group.chunk.stays = True
         self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(self.groups, self.sub_groups, self._slots, self.health, stager)
         self.updates.point_all()

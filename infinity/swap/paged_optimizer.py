@@ -123,7 +123,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 accepted = self._speculation.accept(inputs, grad_scale)
             remaining = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
             updates = self._updates_of(remaining, stepping, self._paging.waiting_gradients.claim)
-            self._paging.paged.updates.defer(updates)
+            self._paging.paged.updates.defer(updates, accepted)
             for stepped in stepping.values():
                 self._paged_state.count_step(stepped.shard, self.state[stepped.parameter])
             if self._paging.options.update != "step":

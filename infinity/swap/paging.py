@@ -216,7 +216,8 @@ class Paging:
         Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
         at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
         """
-        ahead = sub_groups_ahead(self._room_bytes, self.paged.layout.sub_group_bytes_max)
+        room_bytes = self._room_bytes - self.policy.units.staying_bytes
+        ahead = sub_groups_ahead(room_bytes, self.paged.layout.sub_group_bytes_max)
         with self.entered():
             self.paged.updates.run_all(ahead)
 

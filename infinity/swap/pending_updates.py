@@ -19,7 +19,7 @@ of which a gradient is missing, or that was used in forward more than once so th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -80,17 +80,22 @@ class PendingUpdates:
 
     # Nothing waits -> it waits.
 
-    def defer(self, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
-        """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
+    def defer(
+        self, updates: Mapping[PagedSubGroup, SubGroupUpdate], accepted: Collection[PagedSubGroup] = frozenset()
+    ) -> None:
+        """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait]; those `accepted`
+        were.
 
-        What is staged of any group is forgotten, but of frozen ones; of a sub-group, only what the update can't use. No
-        sub-group waits for another update.
+        What is staged of a group is forgotten unless it is what the group has now; of a sub-group, only what the update can't
+        use. No sub-group waits for another update.
         """
         assert not self._pending
         stager = self._stager
         for group in self._groups:
-            if group.is_frozen:
+            if _is_staged_as_accepted(group, accepted) and not any(sub in updates for sub in group.members):
                 group.end_gather(stager)
+                if group.chunk is not None:
+                    group.chunk.early = ()
             else:
                 group.forget(stager)
         for sub in updates:
@@ -197,31 +202,41 @@ class PendingUpdates:
                 group.forget(self._stager)  # its compute parameters change where they lie
             with self.compute_staged(group, updated) as compute:
                 yield compute
+            if group.chunk is not None:
+                group.chunk.early = ()
 
     @contextlib.contextmanager
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """The lease of a group's compute parameters, where the masters need these; forgotten afterwards, as they are old."""
+        """The lease of a group's compute parameters, where the masters need these. Those are old afterwards, and forgotten; but
+        where the group stays, they are what the updates made, and `early`."""
         assert group.updated_in_backward and not any(sub in self._pending for sub in updated)
-        chunk = group.completes
-        compute = self._stager.acquire(chunk) if chunk is not None else None
+        chunk, stager = group.completes, self._stager
+        compute = stager.acquire(chunk) if chunk is not None else None
+        stays = False
         try:
+            if chunk is not None and chunk.stays:
+                stager.wait_copied(chunk)
             yield compute
+            stays = chunk is not None and chunk.stays
         finally:
-            if chunk is not None:
-                self._stager.release(chunk, keep=False)
-            group.forget(self._stager)
+            if chunk is not None and stays:
+                chunk.early = tuple(sub.chunk for sub in updated)
+                group.end_gather(stager)
+            else:
+                group.forget(stager)
             self.point(group)
 
     def run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one whose compute parameter is in its group's lease, or in host memory; inside `applying`."""
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
-        if not sub.moves:
-            with measured(self._stager.timeline, "update", sub.chunk.name):
-                update(None)
+        if sub.moves:
+            self._update_staged(sub, update, compute)
+            self.write_back(sub)
             return
-        self._update_staged(sub, update, compute)
-        self.write_back(sub)
+        with measured(self._stager.timeline, "update", sub.chunk.name):
+            update(None)
+        self._renew_staying(sub, None, compute)
 
     def run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one in its other slot, for the step to accept: see [Note: Speculative updates] in speculation.py."""
@@ -244,10 +259,18 @@ class PendingUpdates:
                     sub.view(Field.COMPUTE, lease).copy_(gathered)
             with measured(stager.timeline, "update", sub.chunk.name):
                 update(lease)
+            self._renew_staying(sub, lease, compute)
         except BaseException:
             stager.release(sub.chunk, keep=False)
             stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
+
+    def _renew_staying(self, sub: PagedSubGroup, lease: Lease | None, compute: Lease | None) -> None:
+        """Where the sub-group's group stays, what was made under `lease` takes the place of the old compute parameters."""
+        group = self.group_of(sub)
+        if compute is not None and group is not None and group.chunk is not None and group.chunk.stays:
+            with measured(self._stager.timeline, "copy", sub.chunk.name):
+                _copy_to_group(sub, lease, compute)
 
     # What follows from the states.
 
@@ -307,6 +330,12 @@ def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[
     placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
     placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
     return [sub for _, sub in sorted(placed, key=itemgetter(0))]
+
+
+def _is_staged_as_accepted(group: PagedGroup, accepted: Collection[PagedSubGroup]) -> bool:
+    """Whether what is staged of a group, if anything is, is what it has once these members' updates are accepted."""
+    early = group.chunk.early if group.chunk is not None else ()
+    return {*early} == {sub.chunk for sub in group.members if sub in accepted}
 
 
 def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:

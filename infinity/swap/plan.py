@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ from infinity.schedule.pinned import (
     pipeline_bytes,
     whole_bytes,
 )
+from infinity.schedule.residency import choose_staying
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredParameter, StoredTensor, lay_out
@@ -31,6 +33,7 @@ from infinity.store.layout import SPACE_ALIGN, Layout, Shard, plan_layout
 from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
 from infinity.swap.options import PagingOptions
+from infinity.swap.speculation import is_speculative
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,16 @@ FEW_SHARE = 1 / 4
 """Parameters outside files are few where they have at most so many elements for each one in files."""
 
 
-def plan_model(
-    model: ModelOutline, options: PagingOptions, pinned_bytes: int | None, memory_bytes: float
-) -> tuple[Layout, int]:
-    """The model's layout and the size of the pool (bytes): what the pinned budget allows.
+class ModelPlan(NamedTuple):
+    """The model's layout, the size of the pool (bytes), and the groups that stay staged in it, by number."""
+
+    layout: Layout
+    pinned_bytes: int
+    staying: frozenset[int]
+
+
+def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | None, memory_bytes: float) -> ModelPlan:
+    """What the pinned budget allows.
 
     Args:
         model, options: what is paged, and how.
@@ -99,20 +108,24 @@ def plan_model(
         layout = make(sub_group_numel_max=numel, cached=cached)
     gather, stepped = gather_bytes(largest_bytes), layout.sub_group_bytes_max
     reserved = layout.cached_bytes + options.activation_buffer_bytes
+    waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
+    comfortable = comfortable_bytes(gather, stepped, waiting)
+    spared = [_spared_reads(layout, options, index, group.gathers) for index, group in enumerate(groups)]
     pinned = pinned_bytes
     if pinned is None:
-        waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
-        held = _held_gradient_bytes(layout, options) if options.update == "backward" else 0
-        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held) + reserved
+        held = _held_gradient_bytes(layout, options)
+        may_stay = sum(nbytes for nbytes, reads in zip(group_bytes, spared, strict=True) if reads)
+        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held, may_stay) + reserved
         if not any(shard.trained for shard in shards):  # it is only run: what the pool holds of it is not read again
             pinned = max(pinned, int(min(whole_bytes(group_bytes) + reserved, memory_bytes // 2)))
+    staying = choose_staying(group_bytes, spared, max(0, pinned - reserved - comfortable))
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(
         gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=options.activation_buffer_bytes
     )
     budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
-    return layout, pinned
+    return ModelPlan(layout, pinned, frozenset(staying))
 
 
 def _check_matrices(model: ModelOutline, options: PagingOptions) -> None:
@@ -196,6 +209,21 @@ def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:
     """The copies and the state of the two groups that have most of them: see [Note: What waits for its gradients]."""
     states = (sum(sub.lease_bytes for sub in members if sub.trained) for members in layout.by_space)
     return sum(sorted(copies + state for copies, state in zip(group_bytes, states, strict=False))[-2:])
+
+
+def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: int) -> int:
+    """How often a step reads a group's compute parameters less if they stay staged: see [Note: Staying staged]. `gathers`: by
+    each micro-batch. 0 where nothing is trained, as an evaluation chooses by itself what stays."""
+    members = layout.by_space[group]
+    trained = [sub for sub in members if sub.trained]
+    if not any(shard.trained for shard in layout.shards):
+        return 0
+    if not trained:
+        return gathers
+    in_backward = options.update_of(group) == "backward" and all(sub.split for sub in trained)
+    if options.speculative:
+        in_backward = in_backward and all(is_speculative(layout, sub, options) for sub in trained)
+    return max(gathers, 2) if in_backward else gathers - 1
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

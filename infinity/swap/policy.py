@@ -234,8 +234,8 @@ class StagingPolicy:
 
     def _begin_following(self) -> _Following:
         trace, paged = self._traces[self._phase], self._paged
-        # While updates wait, their state takes the room.
-        stay = frozenset() if self._phase or paged.updates else self.units.stay_in(trace.cycle)
+        # While updates wait, their state takes the room that an evaluation has.
+        stay = self.units.staying if self._phase or paged.updates else self.units.stay_in(trace.cycle)
         ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self.units.limits(stay))
         wanted = Wanted(ahead, self.units.chunks, self.units.numbers, stay)
         return _Following(

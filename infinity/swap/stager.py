@@ -98,16 +98,16 @@ class Stager:
         """Start to read a chunk if that waits for nothing and drops nothing wanted. Returns whether the read was started."""
         if not self.may_be_read(chunk):
             return False
-        lease = self._pool.try_lease(chunk.lease_bytes)
+        lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
         if lease is None:
             self.reap()
-            lease = self._pool.try_lease(chunk.lease_bytes)
+            lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
         while lease is None:
             unwanted = self._staged.oldest_unwanted(lambda chunk: chunk.transfers_ended and chunk.device_is_done)
             if unwanted is None:
                 return False
             self.drop(unwanted)
-            lease = self._pool.try_lease(chunk.lease_bytes)
+            lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
         self._start_read(chunk, lease, Priority.PREFETCH)
         return True
 
@@ -123,12 +123,15 @@ class Stager:
         """
         if chunk.is_unwritten:
             self.settle(chunk)
+        if chunk.early:
+            self.drop(chunk)
         if chunk.writes:  # they may be changed now: the device must have copied them
-            self._wait_copied(chunk)
+            self.wait_copied(chunk)
         if chunk.state is ChunkState.ON_NVME:
             self.let_be_read(chunk)
             self.demand_reads += bool(chunk.reads)
-            self._start_read(chunk, self.make_room(chunk.lease_bytes, chunk.name), Priority.DEMAND)
+            lease = self.make_room(chunk.lease_bytes, chunk.name, to_stay=chunk.stays)
+            self._start_read(chunk, lease, Priority.DEMAND)
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
         assert chunk.state is not ChunkState.IN_USE and chunk.lease is not None, f"{chunk.name} is already in use"
@@ -151,7 +154,7 @@ class Stager:
         """Whether a chunk is staged, so that `acquire` waits for nothing. A read ahead that failed is only logged."""
         if chunk.state is ChunkState.READING and chunk.transfers_ended:
             self._finish_unneeded_read(chunk)
-        return chunk.state is ChunkState.STAGED and (not chunk.writes or chunk.device_is_done)
+        return chunk.state is ChunkState.STAGED and not chunk.early and (not chunk.writes or chunk.device_is_done)
 
     def occupy(self, chunk: Chunk) -> Lease:
         """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
@@ -195,6 +198,13 @@ class Stager:
             chunk.move_to(ChunkState.COPYING_FROM_DEVICE)
             self._from_device[chunk] = None
 
+    def wait_copied(self, chunk: Chunk) -> None:
+        """The bytes of a chunk are about to change in its lease: wait until the device has copied what it takes of them."""
+        if chunk.copy_event is not None:
+            with measured(self.timeline, "copy", chunk.name):
+                chunk.copy_event.wait()
+            chunk.copy_event = None
+
     def settle(self, chunk: Chunk, why: str = "") -> None:
         """Wait until what is to be written of a chunk is on the drive. Raises IoError when that failed. `why`: for a trace."""
         if chunk.state is ChunkState.COPYING_FROM_DEVICE:
@@ -214,7 +224,7 @@ class Stager:
         if chunk.state is ChunkState.READING:
             self._finish_unneeded_read(chunk, "which is dropped")
         if chunk.state is ChunkState.STAGED:
-            self._wait_copied(chunk)
+            self.wait_copied(chunk)
             del self._staged[chunk]
             self._give_back(chunk)
         elif chunk.state is ChunkState.COPYING_TO_DEVICE:
@@ -249,12 +259,14 @@ class Stager:
             self._end_h2d(chunk)
         return bool(ended or copied)
 
-    def make_room(self, nbytes: int, who: str) -> Lease:
+    def make_room(self, nbytes: int, who: str, *, to_stay: bool = False) -> Lease:
         """A lease of `nbytes`, waiting and dropping for it as [Note: What makes room] in schedule/eviction.py says.
+
+        `to_stay`: as for `Lender.try_lease`.
 
         Raises BudgetError, which names `who` and the budget, where all of that is not enough.
         """
-        while (lease := self._pool.try_lease(nbytes)) is None:
+        while (lease := self._pool.try_lease(nbytes, to_stay=to_stay)) is None:
             if self.reap():
                 continue
             victim = self._staged.victim(writes_in_flight=bool(self._writing or self._from_device))
@@ -291,7 +303,7 @@ class Stager:
                     self.io.forget_sums(chunk)
                     if chunk.on_lost is not None:
                         chunk.on_lost(str(error))
-            self._wait_copied(chunk)
+            self.wait_copied(chunk)
             chunk.forget_lease()
             self._leased.pop(chunk, None)
         for chunks in (self._staged, self._from_device, self._writing, self._to_device):
@@ -340,7 +352,7 @@ class Stager:
             self._write_from_device(chunk)
 
     def _write_from_device(self, chunk: Chunk) -> None:
-        self._wait_copied(chunk)
+        self.wait_copied(chunk)
         self._from_device.pop(chunk, None)  # done already, where `recover` repeats what an exception ended
         self._start_write(chunk)
 
@@ -370,14 +382,8 @@ class Stager:
         with self.timeline.stall(where) if self.timeline is not None else contextlib.nullcontext():
             self.io.wait(chunk, with_team=not self.device.is_discrete)
 
-    def _wait_copied(self, chunk: Chunk) -> None:
-        if chunk.copy_event is not None:
-            with measured(self.timeline, "copy", chunk.name):
-                chunk.copy_event.wait()
-            chunk.copy_event = None
-
     def _end_h2d(self, chunk: Chunk) -> None:
-        self._wait_copied(chunk)
+        self.wait_copied(chunk)
         del self._to_device[chunk]
         self._give_back(chunk)
 

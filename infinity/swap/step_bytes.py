@@ -5,7 +5,7 @@ Arithmetic over what is placed where; follows nothing and moves nothing. What co
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 
 from infinity.schedule.lookahead import cycle_read_bytes
 from infinity.swap.group import PagedGroup
@@ -37,6 +37,9 @@ class StepBytes:
         self._in_backward, self._later = in_backward, later
         self._made = set(later) if for_gathers else set()
         """What the first gather takes from an update."""
+        changed = frozenset(later)
+        self._staying = {unit: not changed.isdisjoint(paged.groups[unit].members) for unit in units.staying}
+        """The groups that stay staged, and whether what is staged of one is old after the step."""
 
     def of_updates(self) -> tuple[int, int]:
         """Bytes (read, written)."""
@@ -46,7 +49,7 @@ class StepBytes:
         return sum(span.nbytes for span in spans), written
 
     def of_gathers(self, times: int | Mapping[str, int]) -> int:
-        """Bytes read if each group is gathered so often (by name, or all of them), and nothing is kept staged."""
+        """Bytes read if each group is gathered so often (by name, or all of them), and nothing is kept but what stays."""
         read = 0
         for group in self._paged.groups:
             if group.is_routed:
@@ -54,7 +57,8 @@ class StepBytes:
             count = times if isinstance(times, int) else times[group.name]
             if group.completes is not None and not self._in_backward.isdisjoint(group.members):
                 count = max(count, 2)  # its update in the backward takes the compute parameters that were read for it
-            read += _compute_bytes(group) * (count - 1) + _compute_bytes(group, self._made)
+            reads = [_compute_bytes(group, self._made), *[_compute_bytes(group)] * (count - 1)]
+            read += sum(self._not_spared([group.index] * count, reads))
         return read
 
     def of_cycle(self, cycle: Sequence[int], next_step: Iterable[int]) -> int:
@@ -87,7 +91,15 @@ class StepBytes:
                 continue
             uses += [*map(self._units.of, resident_sub_groups), *map(self._units.of, updated), index]
             reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
-        return direct_bytes + cycle_read_bytes(uses, reads, next_step, *self._units.limits())
+        limits = self._units.limits(self._units.staying)
+        return direct_bytes + cycle_read_bytes(uses, [*self._not_spared(uses, reads)], next_step, *limits)
+
+    def _not_spared(self, uses: Sequence[int], reads: Sequence[int]) -> Iterator[int]:
+        """The bytes that each use of a unit reads, of `reads` if nothing stayed."""
+        to_read = {unit for unit, is_old in self._staying.items() if is_old}
+        for unit, nbytes in zip(uses, reads, strict=True):
+            yield nbytes if unit not in self._staying or unit in to_read else 0
+            to_read.discard(unit)
 
 
 def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:

@@ -40,6 +40,10 @@ class Units:
         self.nbytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
         self.gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
+        self.staying = frozenset(unit for unit, chunk in enumerate(compute) if chunk is not None and chunk.stays)
+        """The groups that stay staged from step to step ..."""
+        self.staying_bytes = sum(group_bytes[unit] for unit in self.staying)
+        """... and what they take."""
         largest_group = max(group_bytes)
         self.room_bytes = look_ahead_room(pool_bytes, largest_group)
         """Bytes of the pool that reads ahead may hold ..."""
@@ -66,19 +70,21 @@ class Units:
         return self._groups + self._sub_groups + group.index
 
     def stay_in(self, cycle: Sequence[int]) -> frozenset[int]:
-        """The groups that stay staged from one evaluation like this to the next: see `choose_to_stay`."""
-        groups = [*dict.fromkeys(index for index in cycle if self.nbytes[index])]
-        stay = choose_to_stay([self.nbytes[index] for index in groups], self.room_bytes)
-        return frozenset(groups[place] for place in stay)
+        """The groups that stay staged from one evaluation like this to the next: those that do from step to step, and as many
+        others as `choose_to_stay` finds room for."""
+        groups = [*dict.fromkeys(index for index in cycle if self.nbytes[index] and index not in self.staying)]
+        room_bytes = max(0, self.room_bytes - self.staying_bytes)
+        stay = choose_to_stay([self.nbytes[index] for index in groups], room_bytes)
+        return self.staying.union(groups[place] for place in stay)
 
-    def limits(self, stay: Collection[int] = ()) -> tuple[Limit, Limit]:
-        """Of the look-ahead where the units `stay` are held anyway: the room in the pool, and how far gathers may run ahead.
+    def limits(self, stay: Collection[int]) -> tuple[Limit, Limit]:
+        """Of the look-ahead where the groups `stay` are held anyway: the room in the pool, and how far gathers may run ahead.
         What the updates of a group need counts as part of the group."""
         left = self.room_bytes - sum(self.nbytes[unit] for unit in stay)
-        coming, gathered = (
-            [0 if unit in stay else size for unit, size in enumerate(sizes)] if stay else sizes
-            for sizes in (self.nbytes, self.gathered_bytes)
-        )
+        coming, gathered = [*self.nbytes], [*self.gathered_bytes]
+        for group in stay:
+            for unit in (group, self.room_for(self._paged.groups[group])):
+                coming[unit] = gathered[unit] = 0
         return (coming, left), (gathered, min(self.look_ahead_bytes, left))
 
 

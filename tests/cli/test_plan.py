@@ -48,7 +48,16 @@ def test_the_table_tells_of_every_strategy_and_chooses(capsys: pytest.CaptureFix
 
 
 def test_json_holds_the_published_example(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = ["--master-weights", "full", "--update", "step", "--cache", "0"]
+    plain = [
+        "--master-weights",
+        "full",
+        "--update",
+        "step",
+        "--cache",
+        "0",
+        "--pinned",
+        "2GiB",
+    ]  # in which nothing stays
     found = planned(capsys, "--params", "70B", "--preset", "dgx-h100", *plain)
     last = found["strategies"][-1]
     assert last["name"] == "stage 3, all on NVMe"

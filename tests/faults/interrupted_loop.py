@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import FSDP2, OURS, Lines
+from staying import share_of, staying
 from torch.autograd import Variable
 
 import infinity
@@ -58,7 +59,8 @@ def train(folder: Path, kind: dict[str, Any], lines: Lines, *, discrete: bool) -
             patch.setattr(manager, "device_for", lambda torch_device: StreamDevice(FakeRuntime()))
         with infinity.SwapManager(folder, pinned_bytes_max="16MiB") as swap:
             model = sharded()
-            swap.page(model, options)
+            with staying(share_of(kind)):
+                swap.page(model, options)
             optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2)
 
             def backward(number: int, around: Lines | None = None) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import scene
 import torch
+from staying import share_of, staying
 
 import infinity
 
@@ -99,7 +100,8 @@ class Run:
         self.training = training
         torch.manual_seed(0)
         config = training.config(folder)
-        self.engine, *_ = infinity.initialize(model=scene.Model(), config=config, resume=resume)
+        with staying(share_of(training)):
+            self.engine, *_ = infinity.initialize(model=scene.Model(), config=config, resume=resume)
         self.losses: dict[tuple[int, str], float] = {}
         self._loss = torch.zeros(())
 

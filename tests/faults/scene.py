@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from infinity.aio import File
 from infinity.checkpoint.commits import Commits
 from infinity.store import files
 from infinity.store.durable import DurableRun
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from staying import SHARES, staying
 
 STEPS = 4
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
@@ -95,7 +99,8 @@ def make(path: Path | None, way: str = "auto", *, resume: bool = False, **own: A
     torch.manual_seed(0)
     settings = config(path, WAYS[way])
     settings["infinity"] |= own
-    engine, *_ = infinity.initialize(model=Model(), config=settings, resume=resume)
+    with staying(SHARES[(1 + [*WAYS].index(way)) % len(SHARES)]):
+        engine, *_ = infinity.initialize(model=Model(), config=settings, resume=resume)
     return engine
 
 

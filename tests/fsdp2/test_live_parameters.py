@@ -9,6 +9,7 @@ from typing import Any
 import live_parameters as scene
 import pytest
 import torch
+from staying import staying
 from torch import nn
 
 import infinity
@@ -36,7 +37,8 @@ def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, 
     reuse = max(0, 2 * (kept - 1) * scene.BLOCK_NUMEL) if kept else 0
     case = scene.Case("auto", reuse or (1 if kept else 0), 0, accumulation=accumulation, update="forward")
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=scene.Model(), config=scene.settings(case, str(nvme_path)))
+    with staying(0.0):
+        engine, *_ = infinity.initialize(model=scene.Model(), config=scene.settings(case, str(nvme_path)))
     with engine:
         assert engine.live is not None
         plan, groups = engine.live.plan, engine.live.outline.groups
@@ -45,7 +47,8 @@ def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, 
         assert engine.swap is not None
         foreseen, _ = engine.swap.step_bytes(gathers=engine.live.gathers)
     expected = sum(2 * each.numel * times for each, times in zip(groups, gathers, strict=True))
-    _, _, reads = scene.train(case, str(nvme_path))
+    with staying(0.0):
+        _, _, reads = scene.train(case, str(nvme_path))
     if kept == 0:  # the last group's bytes are still staged when its backward comes, the next use there is
         expected -= 2 * scene.BLOCK_NUMEL * accumulation
     per_step = expected + (12 - 2) * scene.MODEL_NUMEL  # the first gather after a step takes what was updated

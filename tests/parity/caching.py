@@ -21,6 +21,7 @@ from infinity.store.layout import SPACE_ALIGN
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quiet import come_to_rest
+from staying import staying
 
 HIDDEN = 128
 BLOCKS = 4
@@ -95,10 +96,15 @@ def updated_early(ranks: int, cache_bytes: int) -> int:
 
 
 def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> None:
-    """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded.
+    """Raises AssertionError where a step moves other bytes than the optimum while nothing stays staged, or memory is exceeded.
 
     `update`: "speculative" is "backward" with clipping, which the last step but one does: it discards what was updated early.
     """
+    with staying(0.0):
+        _check(nvme_path, share, update, moments)
+
+
+def _check(nvme_path: str, share: Fraction, update: str, moments: int) -> None:
     speculative = update == "speculative"
     torch.manual_seed(0)
     model = Model()

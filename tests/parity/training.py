@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.optim.coded_moments import decode, encode
 from infinity.optim.small_moments import key_of, round_moments
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from staying import share_of, staying
 
 VOCABULARY = 53  # uneven over 2 and 3 ranks
 HIDDEN = 64
@@ -64,6 +68,7 @@ class Case:
     cached: float = 0.0  # this part of the state stays in host memory
     gradients_in_memory: int | str = "auto"  # bytes
     direct: bool = False  # past host memory, where something does that
+    stays: float | None = None  # this part of the compute parameters stays staged; None: some part
 
 
 CASES = {
@@ -153,6 +158,18 @@ CASES = {
     "updated in backward, kept gathered": Case(update="backward", reuse=2 * BLOCK_NUMEL, persistence_threshold=0),
     "speculative": Case(update="backward", clipping=1e3, evaluate=True, checkpointing=True),
     "speculative, clipped": Case(update="backward", clipping=0.5, sub_group_size=4096, persistence_threshold=0),
+    **{
+        f"{share:.0%} stays, {name}": dataclasses.replace(case, stays=share, persistence_threshold=0, evaluate=True)
+        for share in (0.5, 1.0)
+        for name, case in {
+            "updated in backward": Case(update="backward", checkpointing=True),
+            "updated in backward, masters in full": Case(update="backward", master="full", sub_group_size=4096),
+            "updated in forward": Case(update="forward", sub_group_size=4096),
+            "updated in the step": Case(update="step", frozen=True),
+            "speculative, clipped": Case(update="backward", clipping=0.5, sub_group_size=4096),
+            "speculative, accumulated, half cached": Case(update="backward", accumulation=2, clipping=1e3, cached=0.5),
+        }.items()
+    },
     "speculative, accumulated": Case(
         update="backward", accumulation=2, clipping=1e3, persistence_threshold=0, frozen=True
     ),
@@ -420,7 +437,8 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "reduce_dtype": case.reduce_dtype,
         },
     }
-    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    with staying(share_of(case) if case.stays is None else case.stays):
+        engine, _, _, _ = infinity.initialize(model=model, config=config)
     if case.moments != "fp32" and not nvme_path:
         engine.optimizer.register_step_post_hook(partial(round_after_step, engine.module, case.moments))
     losses = []
@@ -514,7 +532,8 @@ def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
         options = infinity.PagingOptions(param_persistence_threshold=case.persistence_threshold, moments=moments)
         if matrices:
             options = dataclasses.replace(options, matrices=matrices, matrix_moments=("momentum_buffer",))
-        swap.page(model, options)
+        with staying(share_of(case)):
+            swap.page(model, options)
         if matrices:  # they are other objects now
             named = dict(model.named_parameters())
             groups = [{"params": [p for name, p in named.items() if (name in matrices) is of]} for of in (True, False)]

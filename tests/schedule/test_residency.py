@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.plan.lower_bound import Part, candidates_of
-from infinity.schedule.residency import UNITS_READ_AHEAD, Candidate, choose_resident, choose_to_stay, moved_bytes
+from infinity.schedule.residency import (
+    UNITS_READ_AHEAD,
+    Candidate,
+    choose_resident,
+    choose_staying,
+    choose_to_stay,
+    moved_bytes,
+)
 from infinity.schedule.scheme import Scheme
 
 # A byte of memory holds one of these: nothing worth mentioning, what the arena holds, what the arena doesn't hold, or nothing
@@ -233,3 +240,24 @@ def test_what_stays_leaves_room_for_reading_ahead_unless_all_stays(sizes: list[i
         assert stay == [*range(len(sizes))]
     else:
         assert sum(sizes[place] for place in stay) <= max(0, room - UNITS_READ_AHEAD * max(sizes))
+
+
+@given(
+    units=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=20),
+    room=st.integers(0, 600),
+)
+def test_what_spares_most_reads_stays_first(units: list[tuple[int, int]], room: int) -> None:
+    sizes, spared = [size for size, _ in units], [reads for _, reads in units]
+    staying = choose_staying(sizes, spared, room)
+    useful = [place for place, (size, reads) in enumerate(units) if size and reads]
+    total_bytes = sum(sizes[place] for place in staying)
+    assert staying == sorted({*staying} & {*useful})
+    assert total_bytes <= room
+    if sum(sizes[place] for place in useful) <= room:
+        assert staying == useful
+    for place in useful:
+        more = sum(sizes[other] for other in useful if spared[other] >= spared[place])
+        if more <= room:
+            assert place in staying
+    even = choose_staying([1] * 12, [2] * 12, 4)
+    assert even == [2, 5, 8, 11]

@@ -13,7 +13,7 @@ from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
 from infinity.schedule import pinned
 from infinity.store.layout import SPACE_ALIGN, Field, Layout
 from infinity.swap.options import PagingOptions, options_from_arguments
-from infinity.swap.plan import ModelOutline, plan_model
+from infinity.swap.plan import ModelOutline, ModelPlan, plan_model
 from infinity.units import MIB
 
 ROWS = 64 * SPACE_ALIGN
@@ -44,9 +44,7 @@ GROUPS = [
 ]
 
 
-def planned(
-    pinned_bytes: int | None = None, ranks: int = 1, memory_bytes: float = math.inf, **asked: Any
-) -> tuple[Layout, int]:
+def planned(pinned_bytes: int | None = None, ranks: int = 1, memory_bytes: float = math.inf, **asked: Any) -> ModelPlan:
     return plan_model(
         ModelOutline(GROUPS, ranks, torch.bfloat16), PagingOptions(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes
     )
@@ -57,32 +55,49 @@ def resident(layout: Layout) -> list[str]:
 
 
 def test_small_parameters_stay_then_so_many_elements_of_the_first_groups() -> None:
-    assert resident(planned()[0]) == []
+    assert resident(planned().layout) == []
     biases = [f"blocks.{index}.bias" for index in range(4)]
-    assert resident(planned(param_persistence_threshold=9)[0]) == biases
-    layout, _ = planned(param_persistence_threshold=9, max_in_cpu=2 * ROWS + 7)
+    assert resident(planned(param_persistence_threshold=9).layout) == biases
+    layout = planned(param_persistence_threshold=9, max_in_cpu=2 * ROWS + 7).layout
     assert resident(layout) == ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", *biases[1:]]
-    assert len(resident(planned(hold_parameters=True)[0])) == 8
+    assert len(resident(planned(hold_parameters=True).layout)) == 8
 
 
 def test_all_the_small_parameters_that_stay_are_bounded() -> None:
     biases = [f"blocks.{index}.bias" for index in range(4)]
-    assert resident(planned(param_persistence_threshold=9, model_persistence_threshold=32)[0]) == biases
-    assert resident(planned(param_persistence_threshold=9, model_persistence_threshold=31)[0]) == biases[:3]
-    layout, _ = planned(param_persistence_threshold=9, model_persistence_threshold=16, max_in_cpu=ROWS)
+    assert resident(planned(param_persistence_threshold=9, model_persistence_threshold=32).layout) == biases
+    assert resident(planned(param_persistence_threshold=9, model_persistence_threshold=31).layout) == biases[:3]
+    layout = planned(param_persistence_threshold=9, model_persistence_threshold=16, max_in_cpu=ROWS).layout
     assert resident(layout) == ["blocks.0.weight", *biases[:2]]
 
 
 def test_a_rank_has_its_share_of_the_elements() -> None:
-    whole, shared = (planned(ranks=ranks)[0] for ranks in (1, 4))
+    whole, shared = (planned(ranks=ranks).layout for ranks in (1, 4))
     assert [shard.numel for shard in whole.shards[:2]] == [ROWS, 8]
     assert [shard.numel for shard in shared.shards[:2]] == [ROWS // 4, 2]
 
 
 def test_without_a_budget_the_pool_is_the_comfortable_size() -> None:
-    layout, pinned_bytes = planned()
-    largest = max(sum(sub.numel for sub in members) for members in layout.by_space) * 2
-    assert pinned_bytes == pinned.comfortable_bytes(pinned.gather_bytes(largest), layout.sub_group_bytes_max)
+    layout, pinned_bytes, staying = planned()
+    sizes = [2 * sum(sub.numel for sub in members) for members in layout.by_space]
+    needs = pinned.gather_bytes(max(sizes)), layout.sub_group_bytes_max
+    assert pinned_bytes == pinned.comfortable_bytes(*needs, staying_bytes=sum(sizes))
+    assert staying == {*range(len(GROUPS))}
+    gradients = 2 * sum(sizes)
+    small = planned(memory_bytes=4 * (pinned_bytes + gradients - MIB))
+    assert small.pinned_bytes == pinned_bytes - MIB and 0 < len(small.staying) < len(GROUPS)
+    assert not planned(memory_bytes=4 * (pinned.comfortable_bytes(*needs) + gradients)).staying
+    tight = planned(small.pinned_bytes)
+    assert tight.staying == small.staying
+
+
+def test_what_an_update_makes_in_place_stays_before_what_it_makes_elsewhere() -> None:
+    pool, in_place = planned(memory_bytes=1 << 24, update="backward"), {0, 1, 2}  # the fourth is left to the forward
+    assert not pool.staying
+    staying = [planned(pool.pinned_bytes + nbytes, update="backward").staying for nbytes in range(0, 2 * MIB, 1 << 16)]
+    assert {*staying} >= {frozenset(), frozenset(in_place), frozenset({*in_place, 3})}
+    assert all(3 not in some or some > in_place for some in staying)
+    assert not planned(pool.pinned_bytes + 2 * MIB, update="backward", hold_parameters=True).staying
 
 
 def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next() -> None:
@@ -90,24 +105,27 @@ def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next() -> 
         "sub_group_size": 8 * SPACE_ALIGN,
         "gradient_bytes_max": 1 << 40,
     }  # none waits for the forward
-    layout, roomy = planned(update="backward", **small)
-    _, least = planned(**small)
-    held = [14 * sum(sub.numel for sub in members) for members in layout.by_space]
-    largest = max(held) // 7
-    assert pinned.look_ahead_room(roomy, largest) >= 2 * max(held) > pinned.look_ahead_room(least, largest)
-    assert planned(update="backward", memory_bytes=4 * (roomy - MIB), **small) == (layout, roomy - MIB)
-    assert planned(update="backward", memory_bytes=2 * least, **small) == (layout, least)
+    layout, pool, staying = planned(update="backward", **small)
+    least = planned(memory_bytes=1 << 24, **small).pinned_bytes
+    sizes = [sum(sub.numel for sub in members) for members in layout.by_space]
+    assert len(staying) == len(GROUPS)
+    roomy = pool - pinned.align_up(2 * sum(sizes), MIB)
+    room = [pinned.look_ahead_room(pool, 2 * max(sizes)) for pool in (roomy, least)]
+    assert room[0] >= 28 * max(sizes) > room[1]
+    assert planned(update="backward", memory_bytes=4 * (roomy - MIB), **small) == (layout, roomy - MIB, frozenset())
+    assert planned(update="backward", memory_bytes=2 * least, **small) == (layout, least, frozenset())
     with pytest.raises(BudgetError, match="memory that are available"):
         planned(update="backward", memory_bytes=least - 1, **small)
 
 
 def test_sub_groups_are_cut_until_the_budget_holds_them() -> None:
-    roomy, _ = planned(64 * MIB)
-    tight, pinned_bytes = planned(8 * MIB)
+    roomy = planned(64 * MIB).layout
+    tight, pinned_bytes, staying = planned(8 * MIB)
+    assert not staying
     assert pinned_bytes == 8 * MIB
     assert len(tight.sub_groups) > len(roomy.sub_groups)
     assert pinned.PIPELINE_DEPTH * tight.sub_group_bytes_max < 8 * MIB
-    assert max(sub.numel for sub in planned(sub_group_size=2 * SPACE_ALIGN)[0].sub_groups) == 2 * SPACE_ALIGN
+    assert max(sub.numel for sub in planned(sub_group_size=2 * SPACE_ALIGN).layout.sub_groups) == 2 * SPACE_ALIGN
 
 
 def test_a_budget_below_one_group_names_it_and_the_number_that_would_do() -> None:
@@ -116,12 +134,12 @@ def test_a_budget_below_one_group_names_it_and_the_number_that_would_do() -> Non
 
 
 def test_what_is_cached_comes_on_top() -> None:
-    layout, pinned_bytes = planned(
-        host_cache_bytes=MIB // 3
-    )  # the copies of one group, which leaves the others as they are
+    # The copies of one group, which leaves the others as they are.
+    layout, pinned_bytes, staying = planned(host_cache_bytes=MIB // 3)
+    assert len(staying) == 3
     assert 0 < layout.cached_bytes <= MIB // 3
     assert {field for sub in layout.sub_groups for field in sub.cached} == {Field.COMPUTE}
-    assert pinned_bytes - layout.cached_bytes == planned()[1]
+    assert pinned_bytes - layout.cached_bytes == planned(pinned_bytes - layout.cached_bytes).pinned_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Model, batch, sharded
+from staying import SHARES, share_of, staying
 from torch import nn
 
 import infinity
@@ -132,7 +133,8 @@ def test_whatever_the_step_does_the_numbers_are_those_of_memory(
     moments = ("exp_avg", "exp_avg_sq") if kind == "AdamW" else stepper.moments
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         nvme = sharded()
-        swap.page(nvme, options(moments=moments, **paging))
+        with staying(share_of((how, kind))):
+            swap.page(nvme, options(moments=moments, **paging))
         optimizer: PagedOptimizer
         if kind == "AdamW":
             optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2, weight_decay=0.1)
@@ -156,6 +158,40 @@ def test_whatever_the_step_does_the_numbers_are_those_of_memory(
             subs,
         ]  # how the policy learns: test_speculation_policy.py
     assert max(accepted) > 0
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("factor", [ACCEPTED, CLIPPED, SKIPPED])
+def test_what_stays_is_the_step_befores_until_the_step_accepts_it(
+    factor: float | None, share: float, nvme_path: Path
+) -> None:
+    """Whoever looks between backward and step sees the old values; whoever looks after it, those that the step made."""
+    memory, looks = sharded(), []
+    oracle = torch.optim.AdamW(memory.parameters(), lr=1e-2)
+
+    def look(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            seen: torch.Tensor = model(batch(99))
+        model.reshard()  # type: ignore[operator]  # FSDP2 would keep the root as it is now beyond the step
+        return seen
+
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        with staying(share):
+            swap.page(nvme, options())
+        optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
+        for factors in ([ACCEPTED], [factor], [ACCEPTED]):
+            steps = [train(model, each, factors) for model, each in ((memory, oracle), (nvme, optimizer))]
+            old = look(memory)
+            assert next(steps[0]) == next(steps[1])
+            early = [group.chunk.early for group in swap.paged.groups if group.chunk is not None]
+            assert any(early) == (share > 0)
+            assert torch.equal(look(nvme), old)
+            assert [[*step] for step in steps] == [[], []]
+            looks.append(look(memory))
+            assert torch.equal(look(nvme), looks[-1])
+        assert_same(state(nvme, optimizer), state(memory, oracle))
+    assert torch.equal(looks[0], looks[1]) == (factor is SKIPPED)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -629,7 +629,28 @@ def test_prefetch_goes_ahead_once_the_write_before_it_has_ended(bench: Bench) ->
     assert bench.stager.acquire(group).view(torch.uint8).unique().tolist() == [9]
 
 
+def test_what_an_update_wrote_early_is_for_nobody_before_its_slot_is_current(bench: Bench) -> None:
+    part, group = bench.chunk(), bench.chunk()
+    bench.stager.acquire(group)
+    group.early = (part,)
+    bench.stager.release(group, keep=True)
+    assert group.state is ChunkState.STAGED and not bench.stager.is_ready(group)
+    bench.stager.acquire(group)
+    assert (len(bench.engine.transfers), group.early) == (2, ())
+
+
 # Making room.
+
+
+def test_what_stays_lies_at_the_other_end_of_the_pool(bench: Bench) -> None:
+    chunks = [bench.chunk() for _ in range(4)]
+    chunks[1].stays = chunks[3].stays = True
+    assert bench.stager.prefetch(chunks[0]) and bench.stager.prefetch(chunks[1])
+    bench.stager.acquire(chunks[2])
+    bench.stager.acquire(chunks[3])
+    places = [chunk.lease.offset // PAGE for chunk in chunks if chunk.lease is not None]
+    last = bench.pool.nbytes // PAGE - 1
+    assert places == [0, last, 1, last - 1]
 
 
 def test_least_wanted_is_dropped_first(bench: Bench) -> None:
