@@ -39,7 +39,7 @@ class SleepChoice:
         self._last: deque[tuple[float, float]] = deque(maxlen=_STEPS)
         """Seconds and share of waits of the last steps, since the choice was made."""
         self._spinning_seconds = 0.0
-        """The shortest of the steps that made it."""
+        """The middle one of the steps that made it. (A training's first one is short, as nothing is written from before it.)"""
         self._is_compared = False
 
     def note_step(self, seconds: float, waited: float) -> None:
@@ -47,10 +47,10 @@ class SleepChoice:
         self._last.append((seconds, waited / seconds))
         if self._is_final or len(self._last) < _STEPS:
             return
-        shortest = min(seconds for seconds, _ in self._last)
+        shortest, middle, _ = sorted(seconds for seconds, _ in self._last)
         if not self.sleeps:
             if all(share >= _SLEEP_FROM for _, share in self._last):
-                self.sleeps, self._spinning_seconds = True, shortest
+                self.sleeps, self._spinning_seconds = True, middle
                 self._last.clear()
             return
         is_longer = not self._is_compared and shortest > _LONGER_MAX * self._spinning_seconds

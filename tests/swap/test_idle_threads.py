@@ -29,6 +29,8 @@ def choices(steps: Sequence[tuple[float, float]]) -> str:
 WAITS, HIDES, COMPUTES = (10.0, 5.0), (10.0, 2.0), (10.0, 1.0)
 LONGER = (11.0, 5.0)
 """As a step that waits, and gets longer where threads sleep: what it waits for hides no compute."""
+FIRST = (8.5, 5.0)
+"""Of a training: nothing is still being written from the step before."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ LONGER = (11.0, 5.0)
         ([WAITS] * 3 + [LONGER] * 3 + [WAITS] * 4, "--sss-----"),
         ([WAITS] * 3 + [LONGER, WAITS, LONGER], "--ssss"),  # one that isn't longer is enough
         ([WAITS] * 6 + [LONGER] * 6, "--ssssssssss"),  # the drive, later
+        ([FIRST, *[WAITS] * 6], "--sssss"),
     ],
 )
 def test_steps_in_a_row_decide(steps: list[tuple[float, float]], chosen: str) -> None:
