@@ -285,6 +285,16 @@ def resharding_after_forward(module: FSDPModule) -> bool:
     return all(group._reshard_after_forward for group in param_groups_of(module._get_fsdp_state()))
 
 
+def forget_gathered(module: FSDPModule) -> None:
+    """The parameters that were ever gathered of a group have no memory any more, where it was somebody else's. Frees them."""
+    module.reshard()
+    for group in param_groups_of(module._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.data = torch.empty(0, dtype=unsharded.dtype, device=unsharded.device)
+
+
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
     """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
     for group in param_groups_of(module._get_fsdp_state()):

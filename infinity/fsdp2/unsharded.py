@@ -3,7 +3,7 @@
 [Note: Gathering alone]
 Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own. A model that is only run
 gives it nothing to copy, and the parameter gets its elements afterwards, in `fsdp_post_all_gather`. (In a training there is
-little to gain, and glibc kept a third of a GiB more of what was freed in another order.) Two ways:
+little to gain by that alone, and glibc kept a third of a GiB more of what was freed in another order.) Three ways:
 
   * copied into a storage that FSDP2 allocates and frees. Autograd saves views of the parameter in the forward, and finds the
     elements of the next gather in them, because the storage is the same one. So it is wherever autograd may be recording.
@@ -11,6 +11,10 @@ little to gain, and glibc kept a third of a GiB more of what was freed in anothe
     outlive the gather, so this is for passes without autograd. Whether one does is seen when FSDP2 frees it, as something
     has the lent storage then: that is an error, and never a wrong number. What a forward writes into the parameter is in the
     caller's memory, which is told (not of what it writes through `.data`, which leaves no trace).
+  * lodged: the caller has the elements at the same place whenever they are gathered, and the parameter's memory is that, for
+    good. No byte is moved, and autograd's views find the elements there. The caller may change them once FSDP2 has freed the
+    parameter. He is told of what was written to it as of what is lent, and in a training he finds what left no trace, by the
+    checksums of trained parameters.
 
 FSDP2 frees and allocates what it takes for the inner tensors of the parameter (`resize_` of their storage). It gets this
 object as the only one of them, and so tells when it is done with what was lent.
@@ -60,7 +64,26 @@ class UnshardedMemory:
         self._nbytes = 0
         """What FSDP2 takes for allocated."""
         self._lent: _Lent | None = None
+        self._changed: Callable[[], object] | None = None
+        """Where the parameter is lodged: whom to tell that it was written to."""
+        self._version = 0
         self.tensor.untyped_storage().resize_(0)
+
+    @staticmethod
+    def at(elements: torch.Tensor, changed: Callable[[], object]) -> UnshardedMemory:
+        """The parameter's memory is that of `elements` (1-D, on the CPU), for good. changed: called when FSDP2 frees it after
+        somebody wrote to it."""
+        memory = UnshardedMemory(0, elements.dtype, elements.device)
+        memory.tensor = torch.from_numpy(elements.view(torch.uint8).numpy()).view(
+            elements.dtype
+        )  # a storage of its own
+        memory._nbytes, memory._version, memory._changed = memory.nbytes, memory.tensor._version, changed
+        return memory
+
+    def leave(self) -> None:
+        """The caller's memory is not the parameter's any more, which has none; it is not gathered."""
+        if self._changed is not None:
+            self.tensor = torch.empty(0, dtype=self.tensor.dtype)
 
     def fill(self, write: Callable[[torch.Tensor], object]) -> None:
         """The parameter has memory of its own, with the elements that `write` sets (1-D)."""
@@ -120,6 +143,11 @@ class UnshardedMemory:
         if nbytes:
             return
         lent = self._lent
+        if self._changed is not None:
+            if self.tensor._version != self._version:
+                self._version = self.tensor._version
+                self._changed()
+            return
         if lent is None:
             self.tensor.untyped_storage().resize_(0)
             return

@@ -19,12 +19,15 @@ Unit = TypeVar("Unit", bound=Hashable)
 class Eviction(Generic[Unit]):
     """The units that may be dropped, and their order: see [Note: What makes room]. Decides; drops nothing itself.
 
+    leaves_room: whether a unit leaves room when it is dropped; one that doesn't is never told to.
+
     `needed` says when a unit is needed next: the smaller, the sooner; None where nothing comes for it. No two units are needed
     at the same moment. Each call costs the logarithm of the units: a heap entry counts only while it agrees with its unit, so
     that nothing has to be searched when a unit leaves or is needed at another moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_room: Callable[[Unit], bool] = lambda unit: True) -> None:
+        self._leaves_room = leaves_room
         self._staged: dict[Unit, tuple[int, int | None]] = {}
         """By unit, oldest first: its number in that order, and when it is needed."""
         self._unwanted: list[tuple[int, Unit]] = []
@@ -69,8 +72,8 @@ class Eviction(Generic[Unit]):
         unit = self.oldest_unwanted()
         if unit is None and not writes_in_flight:
             unit = self._last_wanted()
-            if unit is None and self._staged:  # an exception came between a change and its entry
-                self._fill()
+            if unit is None and any(map(self._leaves_room, self._staged)):
+                self._fill()  # an exception came between a change and its entry
                 return self.victim(writes_in_flight=False)
         return unit
 
@@ -100,6 +103,8 @@ class Eviction(Generic[Unit]):
 
     def _push(self, unit: Unit) -> None:
         age, needed = self._staged[unit]
+        if not self._leaves_room(unit):
+            return
         if needed is None:
             heapq.heappush(self._unwanted, (age, unit))
         else:
@@ -109,7 +114,7 @@ class Eviction(Generic[Unit]):
 
     def _fill(self) -> None:
         """Make all entries anew."""
-        staged = self._staged.items()
+        staged = [(unit, entry) for unit, entry in self._staged.items() if self._leaves_room(unit)]
         self._unwanted = [(age, unit) for unit, (age, needed) in staged if needed is None]
         self._wanted = [(-needed, age, unit) for unit, (age, needed) in staged if needed is not None]
         heapq.heapify(self._unwanted)

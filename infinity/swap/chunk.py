@@ -85,6 +85,8 @@ class Chunk:
     """Checksums of the pages that are to be written, where its user has made them."""
     stays: bool = False
     """Whether it stays staged from step to step while there is room: see [Note: Staying staged] in schedule/residency.py."""
+    home: Lease | None = field(default=None, repr=False)
+    """Where it is always staged, and nothing else ever is: whoever was given the bytes may go on looking at them there."""
     early: tuple[Chunk, ...] = field(default=(), repr=False)
     """Chunks of which its lease holds what their update wrote to a slot that isn't current yet. Nobody else may use it until
     all of these slots are."""

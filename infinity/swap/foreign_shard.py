@@ -57,6 +57,9 @@ class ForeignShard(PagedShard):
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         return as_elements(piece[self.place], self.gathered_dtype)
 
+    def may_lodge(self, dtype: torch.dtype) -> bool:
+        return super().may_lodge(dtype) and self.place.start % dtype.itemsize == 0
+
     def _are_there(self, there: torch.Tensor, values: torch.Tensor) -> bool:
         return torch.equal(there.view(torch.int32), values.contiguous().view(torch.int32))
 

@@ -12,11 +12,14 @@ import enum
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from infinity.device import CopyEvent, Device, InFlightCopy
+from infinity.fsdp2.sharding import is_running
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
@@ -189,6 +192,16 @@ class PagedGroup:
         return self.chunk if any(sub.gathers_from_nvme and sub.layout.split for sub in self.members) else None
 
     @property
+    def sharded_module(self) -> FSDPModule | None:
+        """The module that FSDP2 gathers it for; None before the model is paged, or once it is gone."""
+        return cast("FSDPModule | None", self.module()) if self.module is not None else None
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its chunk is always staged at the same place, where gathered parameters may have their memory."""
+        return self.chunk is not None and self.chunk.home is not None
+
+    @property
     def fetched_bytes(self) -> int:
         """What its chunk fetches or the cache holds."""
         return self.cached.nbytes if self.cached is not None else self.chunk.lease_bytes if self.chunk else 0
@@ -242,8 +255,12 @@ class PagedGroup:
         """Drop the staged compute parameters, which are about to be stale, whoever was to gather them. Cached ones are about to
         change: the device has copied them after this.
 
-        FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
+        FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered. It
+        frees what it still has gathered where the chunk is staged.
         """
+        module = self.sharded_module
+        if self.is_at_home and module is not None and not is_running(module):
+            module.reshard()
         self.delivery.forget_delivery()
         if self.cached is not None:
             self.delivery.wait_copied()

@@ -16,8 +16,6 @@ into it, which is forgotten as it is where groups come and go. The first gather 
 from __future__ import annotations
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from infinity.fsdp2.sharding import in_backward, is_in_forward, is_running, resharding_after_forward
 from infinity.fsdp2.unsharded import UnshardedMemory
@@ -45,7 +43,7 @@ class Lending:
         """Whether a group that is being gathered may be lent now; then it is, until `end` or `take_back`."""
         if not self._allowed or torch.is_grad_enabled() or in_backward():
             return False
-        module = _module_of(group)
+        module = group.sharded_module
         if not group.in_use or not group.is_frozen or module is None or not is_in_forward(module):
             return False
         if self.for_good and not group.is_routed:
@@ -66,14 +64,14 @@ class Lending:
         if group not in self._lent or in_backward():
             return
         if torch.is_grad_enabled() or any(memory.was_written for memory in self._memory_of(group)):
-            module = _module_of(group)
+            module = group.sharded_module
             assert module is not None
             module.reshard()
 
     def end(self, group: PagedGroup) -> None:
         """FSDP2 has no use any more for what a group was given, lent or not."""
         self._lent.discard(group)
-        module = _module_of(group)
+        module = group.sharded_module
         if group in self._stays and module is not None:
             module.set_reshard_after_forward(True, recurse=False)
         self._stays.discard(group)
@@ -81,7 +79,7 @@ class Lending:
     def take_back(self) -> None:
         """Nothing that is gathered is in a lease after this, which may change then. What is being computed with is copied."""
         for group in [*self._lent]:
-            module = _module_of(group)
+            module = group.sharded_module
             idle = module is not None and not is_running(module)
             for memory in self._memory_of(group):
                 memory.take_back(copy=not idle)
@@ -96,9 +94,3 @@ class Lending:
 
     def _is_made(self, group: PagedGroup) -> bool:
         return len(self._memory_of(group)) == len(group.shards)
-
-
-def _module_of(group: PagedGroup) -> FSDPModule | None:
-    module: nn.Module | None = group.module() if group.module is not None else None
-    assert module is None or isinstance(module, FSDPModule)
-    return module

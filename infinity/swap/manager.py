@@ -25,6 +25,7 @@ from infinity.fsdp2.materialize import frozen_in_files
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     gathered_dtype,
+    gathers_nothing_alone,
     outlined_groups,
     sharded_groups,
 )
@@ -250,6 +251,7 @@ class SwapManager:
                 compute_dtype=dtype,
                 options=options,
                 staying=staying,
+                at_home=mesh.size() == 1 and not self._device.is_discrete and gathers_nothing_alone(),
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,

@@ -69,6 +69,9 @@ class Gatherer(Protocol):
     def freed(self, shard: PagedShard, changed: bool) -> None:
         """FSDP2 has no use any more for a shard that was lent; `changed`: somebody wrote to it."""
 
+    def changed(self, shard: PagedShard) -> None:
+        """Somebody wrote to a gathered parameter that has its memory where the shard is staged, and FSDP2 frees it."""
+
 
 class _Blank:
     """Shared by a padded twin and its views: True until the shard has been copied into it."""
@@ -153,7 +156,7 @@ class PagedTensor(ElsewhereTensor):
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
         piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
-        if self._gatherer.fills_parameters:
+        if self._gatherer.fills_parameters or shard.lodged:
             return (torch.empty(0, dtype=dtype, device=piece.device),), piece
         return (shard.elements(piece).to(dtype).view(shard.padded_shape),), None
 
@@ -170,6 +173,13 @@ class PagedTensor(ElsewhereTensor):
         if metadata is None:
             self._gatherer.gathered(shard)
             return None if out is not None else (all_gather_outputs[0], ())
+        if shard.lodged:
+            if out is None:
+                changed = functools.partial(self._gatherer.changed, shard)
+                shard.unsharded = UnshardedMemory.at(shard.elements(metadata), changed)
+            assert shard.unsharded is not None
+            self._gatherer.gathered(shard)
+            return (shard.unsharded.tensor, (shard.unsharded,)) if out is None else None
         if out is None:
             shard.unsharded = UnshardedMemory(shard.padded_shape.numel(), param_dtype, metadata.device)
         memory = shard.unsharded

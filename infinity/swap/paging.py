@@ -184,6 +184,12 @@ class Paging:
         with self.entered():
             self.parameters.freed(shard, changed=changed)
 
+    def changed(self, shard: PagedShard) -> None:
+        """Somebody wrote to a shard where it is staged, and FSDP2 frees it: that is forgotten, as FSDP2 forgets it."""
+        with self.entered():
+            assert shard.group.chunk is not None
+            self.paged.stager.drop(shard.group.chunk)
+
     # The gradient lap, entered by the optimizer.
 
     @property

@@ -26,7 +26,7 @@ import torch
 
 from infinity.aio import Lease
 from infinity.store.layout import Field
-from infinity.swap.chunk import ChunkState
+from infinity.swap.chunk import ChunkState, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.slots import Slots
@@ -97,6 +97,7 @@ class PendingUpdates:
                 if group.chunk is not None:
                     group.chunk.early = ()
             else:
+                self._check_unwritten(group)
                 group.forget(stager)
         for sub in updates:
             if sub.gradient_extent is not None:  # read with an earlier gradient
@@ -257,6 +258,8 @@ class PendingUpdates:
                 with measured(stager.timeline, "copy", sub.chunk.name):
                     gathered = compute.view(sub.compute_dtype, start, sub.layout.numel)
                     sub.view(Field.COMPUTE, lease).copy_(gathered)
+                if not sub.chunk.verified_by_user:
+                    self._check_unwritten_part(sub)
             with measured(stager.timeline, "update", sub.chunk.name):
                 update(lease)
             self._renew_staying(sub, lease, compute)
@@ -264,6 +267,28 @@ class PendingUpdates:
             stager.release(sub.chunk, keep=False)
             stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
+
+    def _check_unwritten(self, group: PagedGroup) -> None:
+        """Raise IntegrityError where somebody wrote to what is staged of a group without a trace, as gathered parameters can be
+        written to: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py."""
+        chunk, io = group.chunk, self._stager.io
+        if (
+            group.is_at_home
+            and chunk is not None
+            and chunk.state is ChunkState.STAGED
+            and not chunk.early
+            and io.checked
+        ):
+            for span in chunk.reads:
+                if span.foreign is None:
+                    io.verify(chunk, span)
+
+    def _check_unwritten_part(self, sub: PagedSubGroup) -> None:
+        """The same, of the compute parameters that its update has taken from there."""
+        group, io = self.group_of(sub), self._stager.io
+        if group is not None and group.is_at_home and io.checked:
+            location = sub.locations[Field.COMPUTE]
+            io.verify(sub.chunk, Span(sub.extent.offset + location.offset, location.offset, location.nbytes))
 
     def _renew_staying(self, sub: PagedSubGroup, lease: Lease | None, compute: Lease | None) -> None:
         """Where the sub-group's group stays, what was made under `lease` takes the place of the old compute parameters."""

@@ -53,7 +53,8 @@ class PagedShard:
     to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `first`: the number of
     its first element in the whole parameter. `resident` is its
     compute parameter where that stays in host memory (1-D, padded). `unsharded`: the memory of the gathered parameter where the
-    model is sharded over one rank, once it was gathered. `filled`: whether it was ever given values. `stepped`:
+    model is sharded over one rank, once it was gathered. `lodged`: whether that is where it is staged, for good: see [Note:
+    Gathering alone] in infinity/fsdp2/unsharded.py. `filled`: whether it was ever given values. `stepped`:
     whether its moments were ever written; if not, they read as zero.
     """
 
@@ -71,6 +72,7 @@ class PagedShard:
     first: int = 0
     resident: torch.Tensor | None = field(default=None, repr=False)
     unsharded: UnshardedMemory | None = field(default=None, repr=False)
+    lodged: bool = False
     filled: bool = False
     stepped: bool = False
     gradient: GradientState = GradientState.NONE
@@ -101,6 +103,10 @@ class PagedShard:
     def lies_in(self, dtype: torch.dtype) -> bool:
         """Whether `elements` is what is computed with in this dtype."""
         return self.gathered_dtype == dtype
+
+    def may_lodge(self, dtype: torch.dtype) -> bool:
+        """Whether what is staged of it can be the memory of a parameter that is gathered in this dtype."""
+        return self.resident is None and self.padded_shape.numel() > 0 and self.lies_in(dtype)
 
     def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.

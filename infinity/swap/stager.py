@@ -47,7 +47,7 @@ class Stager:
         self.io, self.device = ChunkIo(engine, arena), device
         self._leased: dict[Chunk, None] = {}
         """All chunks that hold a lease, or were about to when an exception came."""
-        self._staged: Eviction[Chunk] = Eviction()
+        self._staged: Eviction[Chunk] = Eviction(leaves_room=lambda chunk: chunk.home is None)
         """READING or STAGED."""
         self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
@@ -98,7 +98,7 @@ class Stager:
         """Start to read a chunk if that waits for nothing and drops nothing wanted. Returns whether the read was started."""
         if not self.may_be_read(chunk):
             return False
-        lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
+        lease = chunk.home or self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
         if lease is None:
             self.reap()
             lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
@@ -130,7 +130,7 @@ class Stager:
         if chunk.state is ChunkState.ON_NVME:
             self.let_be_read(chunk)
             self.demand_reads += bool(chunk.reads)
-            lease = self.make_room(chunk.lease_bytes, chunk.name, to_stay=chunk.stays)
+            lease = chunk.home or self.make_room(chunk.lease_bytes, chunk.name, to_stay=chunk.stays)
             self._start_read(chunk, lease, Priority.DEMAND)
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
@@ -319,7 +319,8 @@ class Stager:
         try:
             transfers = self.io.start_read(chunk, lease, priority)
         except BaseException:
-            lease.give_back()
+            if lease is not chunk.home:
+                lease.give_back()
             raise
         if chunk.fills:
             with measured(self.timeline, "copy", chunk.name):
@@ -392,7 +393,8 @@ class Stager:
         lease = chunk.lease
         assert lease is not None
         chunk.forget_lease()
-        lease.give_back()
+        if lease is not chunk.home:
+            lease.give_back()
         del self._leased[chunk]
         self._to_read.put(chunk)
 

@@ -1,0 +1,137 @@
+"""What parameters promise whose memory is the place where they are staged: FSDP2's numbers, and no memory kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import Model, batch, sharded
+from torch import nn
+
+import infinity
+from infinity import PagingOptions
+from infinity.errors import IntegrityError
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+STEPS = 6
+WAYS = {
+    "speculative": PagingOptions(update="backward", speculative=True, param_persistence_threshold=0),
+    "backward": PagingOptions(update="backward", param_persistence_threshold=0),
+    "forward": PagingOptions(update="forward", param_persistence_threshold=0),
+    "step, some resident": PagingOptions(update="step", param_persistence_threshold=100),
+}
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, look: Callable[[int], object] | None = None
+) -> list[float]:
+    losses = []
+    for number in range(STEPS):
+        if isinstance(optimizer, infinity.PagedAdamW):
+            optimizer.expect(1.0)
+        loss = model(batch(number)).float().square().mean()
+        if look is not None:
+            look(number)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().full_tensor() + 0 for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def write_in_forward(model: nn.Module, write: Callable[[torch.Tensor], object]) -> None:
+    """In the third forward of the second block its weight is written to."""
+    calls = []
+    block = model.blocks[1]  # type: ignore[index]
+
+    def before(module: nn.Module, args: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            with torch.no_grad():
+                write(module.weight)  # type: ignore[arg-type]
+
+    block.register_forward_pre_hook(before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_gathered_parameter_has_memory_of_its_own_beside_its_lease(way: str, nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS[way])
+        slab = swap._open().pool.bytes
+        inside: list[bool] = []
+
+        def look(module: nn.Module, args: object) -> None:
+            address = module.weight.untyped_storage().data_ptr()  # type: ignore[operator, union-attr]
+            inside.append(slab.data_ptr() <= address < slab.data_ptr() + slab.nbytes)
+
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.register_forward_pre_hook(look)  # type: ignore[operator]
+        train(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2))
+        assert inside and all(inside)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_forward_writes_into_a_weight_is_forgotten_as_fsdp2_forgets_it(way: str, nvme_path: Path) -> None:
+    memory = sharded()
+    write_in_forward(memory, lambda weight: weight.mul_(3))
+    expected = train(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2))
+    plain = sharded()
+    assert train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)) != expected
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS[way])
+        write_in_forward(model, lambda weight: weight.mul_(3))
+        assert train(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2)) == expected
+        for ours, theirs in zip(weights(model), weights(memory), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_written_without_a_trace_is_found_by_the_update(way: str, fused: bool, nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS[way])
+        write_in_forward(model, lambda weight: weight.data.mul_(3))
+        with pytest.raises(IntegrityError):
+            train(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2, fused=fused))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_set_between_forward_and_backward_are_set(way: str, nvme_path: Path) -> None:
+    def halve(model: nn.Module, number: int) -> None:
+        if number == 2:
+            with torch.no_grad():
+                model.reshard()  # type: ignore[operator]
+                for parameter in model.blocks[2].parameters():  # type: ignore[index, union-attr]
+                    parameter.mul_(0.5)
+
+    memory = sharded()
+    expected = train(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2), lambda number: halve(memory, number))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS[way])
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2)
+        assert train(model, optimizer, lambda number: halve(model, number)) == expected
+
+
+def test_the_pool_goes_while_the_model_lives_on(nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS["backward"])
+        model(batch(0)).float().square().mean().backward()  # the root stays gathered until then
+        model(batch(1))
+        slab = weakref.ref(swap._open().pool.slab)
+        assert slab() is not None
+    gc.collect()
+    assert slab() is None
+    assert isinstance(model, Model)
