@@ -272,13 +272,10 @@ class PendingUpdates:
         """Raise IntegrityError where somebody wrote to what is staged of a group without a trace, as gathered parameters can be
         written to: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py."""
         chunk, io = group.chunk, self._stager.io
-        if (
-            group.is_at_home
-            and chunk is not None
-            and chunk.state is ChunkState.STAGED
-            and not chunk.early
-            and io.checked
-        ):
+        if chunk is None or not group.is_at_home or not io.checked:
+            return
+        if chunk.state is ChunkState.STAGED and not chunk.early:
+            self._stager.let_be_read(chunk)  # what is written has its checksums by the end of the write
             for span in chunk.reads:
                 if span.foreign is None:
                     io.verify(chunk, span)
