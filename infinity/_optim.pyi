@@ -35,6 +35,7 @@ def update(
     master: int,
     copy: int,
     remainder: int,
+    staged: int,
     ties: npt.NDArray[np.int32],
     pages: int,
     expected: npt.NDArray[np.uint32],
@@ -43,8 +44,8 @@ def update(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel, key, place), ascending.
 
-    Of the addresses `scales`, `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is that of what lies at `copy`
-    beside a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
+    Of the addresses `scales`, `master`, `copy`, `remainder` and `staged`, 0 means none. `compute_dtype` is that of what lies at
+    `copy` beside a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
 
     `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The
     fields that lie in them are verified before they change, and summed after. Returns the new checksums (0 for pages of no

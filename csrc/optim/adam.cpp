@@ -323,11 +323,15 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
     return {};
   }
   auto rounded_up = run_blocks(fields.numel, ties, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
+    if (fields.staged != nullptr) std::copy(fields.staged + begin, fields.staged + end, fields.compute_param + begin);
     if (guarded.has_value() && !guarded->verify(begin)) return;
     auto lies_before = [begin](const Span& span) { return span.index < begin; };
     auto span = std::partition_point(spans.begin(), spans.end(), lies_before);
     for (; span != spans.end() && span->index < end; ++span) kernel(scalars, *span, way);
     if (guarded.has_value()) guarded->sum(begin);
+    if (fields.staged != nullptr) {
+      std::copy(fields.compute_param + begin, fields.compute_param + end, fields.staged + begin);
+    }
   });
   if (guarded.has_value()) {
     guarded->sum_scales();

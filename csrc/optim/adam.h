@@ -44,7 +44,8 @@ struct Fields {
   uint16_t* compute_param;
   uint16_t* remainder;
   Moments moments = Moments::kFloat32;
-  float* scales = nullptr;  // of coded moments: all of the first's blocks, then all of the second's
+  float* scales = nullptr;     // of coded moments: all of the first's blocks, then all of the second's
+  uint16_t* staged = nullptr;  // where the old compute parameters are, and the new ones are to be, too; else null
 };
 
 // `numel` gradients for the elements of a sub-group from `offset` on, which are those of a shard of `shard_numel`

@@ -83,8 +83,9 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
                         bool maximize, double step, double grad_scale, const std::string& grad_dtype,
                         const std::string& compute_dtype, const std::string& moments_dtype,
                         const std::vector<PieceFields>& rows, int64_t numel, Address exp_avg, Address exp_avg_sq,
-                        Address scales, Address master, Address compute_param, Address remainder, const TiesArray& ties,
-                        Address pages, const SumsArray& expected, int threads, const std::string& instructions) {
+                        Address scales, Address master, Address compute_param, Address remainder, Address staged,
+                        const TiesArray& ties, Address pages, const SumsArray& expected, int threads,
+                        const std::string& instructions) {
   Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
   Fields fields{numel,
                 at<void>(exp_avg),
@@ -93,7 +94,8 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
                 at<uint16_t>(compute_param),
                 at<uint16_t>(remainder),
                 moments_of(moments_dtype),
-                at<float>(scales)};
+                at<float>(scales),
+                at<uint16_t>(staged)};
   Grad grad = grad_of(grad_dtype);
   Master kind = master_of(fields, compute_dtype);
   Means means = means_of(threads, instructions);
@@ -163,8 +165,8 @@ PYBIND11_MODULE(_optim, module) {
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
              py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("moments_dtype"),
              py::arg("pieces"), py::arg("numel"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("scales"),
-             py::arg("master"), py::arg("copy"), py::arg("remainder"), py::arg("ties"), py::arg("pages"),
-             py::arg("expected"), py::arg("threads"), py::arg("instructions"));
+             py::arg("master"), py::arg("copy"), py::arg("remainder"), py::arg("staged"), py::arg("ties"),
+             py::arg("pages"), py::arg("expected"), py::arg("threads"), py::arg("instructions"));
   module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),
              py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
   module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),

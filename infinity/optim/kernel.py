@@ -85,6 +85,7 @@ def update(
     master: torch.Tensor | None = None,
     compute_param: torch.Tensor | None = None,
     remainder: torch.Tensor | None = None,
+    staged: torch.Tensor | None = None,
     ties: torch.Tensor | None = None,
     sums: PageSums | None = None,
     threads: int | None = None,
@@ -98,7 +99,8 @@ def update(
     remainder (int16 or uint16) and ties, as `split` makes them. All are 1-D and contiguous, in host memory, of one length.
     Pieces ascend without overlap, and their gradients have one dtype. `step` counts this step, from 1. Gradients are multiplied
     by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads` share the work (torch's number if None); the calling
-    thread is one of them, and the GIL is released. `sums`: to be verified and made anew on the way.
+    thread is one of them, and the GIL is released. `staged`: where the compute parameters of a split master are taken from, and
+    the new ones are put, too. `sums`: to be verified and made anew on the way.
 
     Returns the ties of the whole sub-group anew, where the master is split: those that lie in no piece are the old ones. The
     numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for pieces
@@ -118,6 +120,8 @@ def update(
             _check([compute_param], tuple(_COMPUTE_DTYPES), "the compute parameter", numel)
     elif master is None and compute_param is not None and remainder is not None:
         _check_split(compute_param, remainder, numel)
+        if staged is not None:
+            _check([staged], (torch.bfloat16,), "what is staged", numel)
     else:
         raise ValueError("the master is given in full, or as compute parameter and remainder")
     expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
@@ -149,6 +153,7 @@ def update(
         master=_address(master),
         copy=_address(compute_param),
         remainder=_address(remainder),
+        staged=_address(staged),
         ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
         pages=_address(sums.pages if sums is not None else None),
         expected=expected,

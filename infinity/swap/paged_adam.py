@@ -113,6 +113,9 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             else:
                 _step_as_torch(sub, settings, batch, lease)
 
+    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
+        return bool(batches) and all(map(kernel.matches_torch, batches))
+
     def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease) -> bool:
         if len(batches) != 1:
             return False
@@ -167,7 +170,8 @@ def _step_in_one_pass(
         common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "scales": scales, "sums": sums}
         if sub.layout.split:
             copy, remainder = sub.view(Field.COMPUTE, lease), sub.view(Field.REMAINDER, lease)
-            ties = kernel.update(settings, compute_param=copy, remainder=remainder, ties=sub.ties, **common)
+            common |= {"compute_param": copy, "remainder": remainder, "staged": sub.staged}
+            ties = kernel.update(settings, ties=sub.ties, **common)
             if sums is None or sums.wrong_page is None:
                 sub.ties = ties
         else:

@@ -73,6 +73,9 @@ class PagedMuon(PagedAdam):
     def _settings(self, group: dict[str, Any]) -> Any:
         return MuonSettings.of(group) if group["use_muon"] else super()._settings(group)
 
+    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
+        return not sub.layout.whole and super()._takes_staged(sub, batches)
+
     def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
         if not sub.layout.whole:
             super()._step_pieces(sub, batches, lease)

@@ -19,6 +19,7 @@ from torch import nn
 from infinity.aio import Lease
 from infinity.errors import ConfigError
 from infinity.fsdp2.uncopied import elements_of
+from infinity.store.layout import Field
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
@@ -304,6 +305,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
         """Step elements of one sub-group, by their settings, and make its copies anew."""
 
+    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
+        """Whether `_step_pieces` takes the compute parameters from `PagedSubGroup.staged`, where that is set, and puts the new
+        ones there. If not, they are copied before it and after it."""
+        return False
+
     def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease) -> bool:
         """As `_step_pieces`, for what nobody has verified, in one pass. False where that can't be: nothing is done then.
 
@@ -333,11 +339,16 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     assert taken is not None
                     grad = taken[piece.offset : piece.offset + numel]
                 batches.setdefault(stepped.settings, []).append(Piece(stepped, piece.offset, piece.start, numel, grad))
+        copied = sub.staged if not self._takes_staged(sub, batches) else None
+        if copied is not None:
+            sub.view(Field.COMPUTE, lease).copy_(copied)
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):
             self._paging.paged.stager.io.verify(sub.chunk)
             self._step_pieces(sub, batches, lease)
+        if copied is not None:
+            copied.copy_(sub.view(Field.COMPUTE, lease))
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:
             master = sub.master(lease)

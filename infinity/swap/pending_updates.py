@@ -208,15 +208,15 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """The lease of a group's compute parameters, where the masters need these. Those are old afterwards, and forgotten; but
-        where the group stays, they are what the updates made, and `early`."""
+        """The lease of a group's compute parameters, where the masters need these. Afterwards it holds what the updates made,
+        `early`, where the group stays; else it is forgotten."""
         assert group.updated_in_backward and not any(sub in self._pending for sub in updated)
         chunk, stager = group.completes, self._stager
         compute = stager.acquire(chunk) if chunk is not None else None
         stays = False
         try:
-            if chunk is not None and chunk.stays:
-                stager.wait_copied(chunk)
+            if chunk is not None:
+                stager.wait_copied(chunk)  # what it holds changes in the updates
             yield compute
             stays = chunk is not None and chunk.stays
         finally:
@@ -255,18 +255,19 @@ class PendingUpdates:
         try:
             if compute is not None and sub.gathers_from_nvme and sub.layout.split:
                 start = sub.layout.start * sub.layout.compute_itemsize
-                with measured(stager.timeline, "copy", sub.chunk.name):
-                    gathered = compute.view(sub.compute_dtype, start, sub.layout.numel)
-                    sub.view(Field.COMPUTE, lease).copy_(gathered)
+                sub.staged = compute.view(sub.compute_dtype, start, sub.layout.numel)
                 if not sub.chunk.verified_by_user:
                     self._check_unwritten_part(sub)
             with measured(stager.timeline, "update", sub.chunk.name):
                 update(lease)
-            self._renew_staying(sub, lease, compute)
+            if sub.staged is None:
+                self._renew_staying(sub, lease, compute)
         except BaseException:
             stager.release(sub.chunk, keep=False)
             stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
+        finally:
+            sub.staged = None
 
     def _check_unwritten(self, group: PagedGroup) -> None:
         """Raise IntegrityError where somebody wrote to what is staged of a group without a trace, as gathered parameters can be
@@ -281,11 +282,12 @@ class PendingUpdates:
                     io.verify(chunk, span)
 
     def _check_unwritten_part(self, sub: PagedSubGroup) -> None:
-        """The same, of the compute parameters that its update has taken from there."""
+        """The same, of the compute parameters that its update takes from there."""
         group, io = self.group_of(sub), self._stager.io
-        if group is not None and group.is_at_home and io.checked:
+        if group is not None and group.chunk is not None and group.is_at_home and io.checked:
             location = sub.locations[Field.COMPUTE]
-            io.verify(sub.chunk, Span(sub.extent.offset + location.offset, location.offset, location.nbytes))
+            start = sub.layout.start * sub.layout.compute_itemsize
+            io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
 
     def _renew_staying(self, sub: PagedSubGroup, lease: Lease | None, compute: Lease | None) -> None:
         """Where the sub-group's group stays, what was made under `lease` takes the place of the old compute parameters."""

@@ -395,7 +395,7 @@ class Pages:
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_pages_are_summed_on_the_way(numel: int, cuts: set[int], known: bool, threads: int, seed: int) -> None:
     """Of elements that no piece covers too; and the elements are those of an update that sums nothing."""
-    plain, summed = Pages(numel, seed=seed), Pages(numel, seed=seed)
+    plain, summed, aside = (Pages(numel, seed=seed) for _ in range(3))
     places = sorted(place for place in cuts if place <= numel)
     pieces = [GradPiece(a, torch.randn(b - a, generator=plain.random)) for a, b in itertools.pairwise(places)][::2]
     sums = PageSums(summed.bytes, summed.sums() if known else bytes(12 * numel // PAGE * 4))
@@ -404,6 +404,12 @@ def test_pages_are_summed_on_the_way(numel: int, cuts: set[int], known: bool, th
     assert torch.equal(plain.bytes, summed.bytes) and torch.equal(plain.ties, summed.ties)
     assert sums.wrong_page is None
     assert sums.new == summed.sums()
+    beside, staged = PageSums(aside.bytes, sums.expected), aside.compute_param.clone()
+    aside.compute_param.fill_(7)  # they are taken from elsewhere
+    aside.step(pieces, beside, threads=threads, staged=staged)
+    assert torch.equal(aside.bytes, plain.bytes) and torch.equal(aside.ties, plain.ties)
+    assert torch.equal(staged, aside.compute_param)
+    assert (beside.wrong_page, beside.new) == (None, sums.new)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
