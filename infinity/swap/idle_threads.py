@@ -29,6 +29,10 @@ _LONGER_MAX = 1.05
 _STEPS = 3
 """So many in a row decide, as any one may be unlike the others."""
 
+_FIRST_STEPS = 2
+"""A training's first steps are shorter than those that follow: less is still being written from the ones before. They say
+nothing."""
+
 
 class SleepChoice:
     """Whether idle threads are to sleep, from the steps so far."""
@@ -39,11 +43,15 @@ class SleepChoice:
         self._last: deque[tuple[float, float]] = deque(maxlen=_STEPS)
         """Seconds and share of waits of the last steps, since the choice was made."""
         self._spinning_seconds = 0.0
-        """The middle one of the steps that made it. (A training's first one is short, as nothing is written from before it.)"""
+        """The middle one of the steps that made it."""
+        self._steps = 0
         self._is_compared = False
 
     def note_step(self, seconds: float, waited: float) -> None:
         """A step is over, of whose `seconds` the training thread stood waiting for `waited`."""
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            return
         self._last.append((seconds, waited / seconds))
         if self._is_final or len(self._last) < _STEPS:
             return

@@ -17,8 +17,10 @@ from infinity.swap.idle_threads import IdleThreads, SleepChoice
 
 
 def choices(steps: Sequence[tuple[float, float]]) -> str:
-    """After each step of so many seconds and waits: whether threads spin or sleep in the next."""
+    """After each step of so many seconds and waits, beyond a training's first: whether threads spin or sleep in the next."""
     choice = SleepChoice()
+    for _ in range(2):
+        choice.note_step(1.0, 0.9)
     chosen = ""
     for seconds, waited in steps:
         choice.note_step(seconds, waited)
@@ -29,8 +31,7 @@ def choices(steps: Sequence[tuple[float, float]]) -> str:
 WAITS, HIDES, COMPUTES = (10.0, 5.0), (10.0, 2.0), (10.0, 1.0)
 LONGER = (11.0, 5.0)
 """As a step that waits, and gets longer where threads sleep: what it waits for hides no compute."""
-FIRST = (8.5, 5.0)
-"""Of a training: nothing is still being written from the step before."""
+SHORT = (8.5, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ FIRST = (8.5, 5.0)
         ([WAITS] * 3 + [LONGER] * 3 + [WAITS] * 4, "--sss-----"),
         ([WAITS] * 3 + [LONGER, WAITS, LONGER], "--ssss"),  # one that isn't longer is enough
         ([WAITS] * 6 + [LONGER] * 6, "--ssssssssss"),  # the drive, later
-        ([FIRST, *[WAITS] * 6], "--sssss"),
+        ([SHORT, *[WAITS] * 6], "--sssss"),
     ],
 )
 def test_steps_in_a_row_decide(steps: list[tuple[float, float]], chosen: str) -> None:
@@ -89,13 +90,13 @@ class Steps:
 
 def test_threads_sleep_in_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    assert [steps.step(waited=5, forwards=3) for _ in range(5)] == [0, 0, 0, 1, 1]
+    assert [steps.step(waited=5, forwards=3) for _ in range(7)] == [0, 0, 0, 0, 0, 1, 1]
     assert [steps.step(waited=1) for _ in range(5)] == [1, 1, 1, 0, 0]
 
 
 def test_a_step_that_an_exception_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    assert [steps.step(waited=5) for _ in range(4)] == [0, 0, 0, 1]
+    assert [steps.step(waited=5) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
     steps.threads.begin_pass(steps.waited)
     assert Sleep.now == 1
     steps.threads.leave_step()
@@ -106,12 +107,12 @@ def test_a_step_that_an_exception_ends_says_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_threads_are_left_alone_where_a_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, compute_here=False)
-    assert [steps.step(waited=9) for _ in range(4)] == [0] * 4
+    assert [steps.step(waited=9) for _ in range(7)] == [0] * 7
 
 
 def test_a_step_without_a_forward_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    for _ in range(5):
+    for _ in range(7):
         steps.step(waited=9, forwards=0)
     assert steps.step(waited=9) == 0
 
@@ -135,12 +136,12 @@ def test_threads_sleep_in_the_steps_of_a_training_alone(nvme_path: Path, monkeyp
             optimizer.step()
             optimizer.zero_grad()
 
-        for number in range(5):
+        for number in range(7):
             step(number)
             assert Sleep.now == 0
         with torch.no_grad():
             model(batch(0))
-        assert slept == [0, 0, 0, 1, 1, 0]
+        assert slept == [0, 0, 0, 0, 0, 1, 1, 0]
 
         def fail(*_: object) -> None:
             raise KeyboardInterrupt
