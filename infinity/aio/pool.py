@@ -41,16 +41,6 @@ class FreeRanges:
                 return start
         return None
 
-    def take_last(self, nbytes: int) -> int | None:
-        """As `take`, from the end of the highest range."""
-        for index in reversed(range(len(self._free))):
-            start, end = self._free[index]
-            if end - start >= nbytes:
-                self._free[index : index + 1] = [(start, end - nbytes)] if end - start > nbytes else []
-                self.free_bytes -= nbytes
-                return end - nbytes
-        return None
-
     def take_pieces(self, nbytes: int) -> list[tuple[int, int]] | None:
         """Take `nbytes` from as few ranges as possible; returns (offset, length) of each, or None where fewer bytes are
         free."""
@@ -162,13 +152,10 @@ class Lender:
         """Bytes on lease now."""
         return self._ranges.nbytes - self._ranges.free_bytes
 
-    def try_lease(self, nbytes: int, *, to_stay: bool = False) -> Lease | None:
-        """A lease of at least `nbytes` (rounded up to 4 KiB), or None while no such range is free.
-
-        One that is `to_stay` lies at the other end of the pool, so that what comes and goes beside it finds room in one piece.
-        """
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """A lease of at least `nbytes` (rounded up to 4 KiB), or None while no such range is free."""
         size = align_up(max(nbytes, 1))
-        offset = self._ranges.take_last(size) if to_stay else self._ranges.take(size)
+        offset = self._ranges.take(size)
         if offset is None:
             return None
         self.peak_bytes = max(self.peak_bytes, self.leased_bytes)

@@ -64,26 +64,7 @@ class UnshardedMemory:
         self._nbytes = 0
         """What FSDP2 takes for allocated."""
         self._lent: _Lent | None = None
-        self._changed: Callable[[], object] | None = None
-        """Where the parameter is lodged: whom to tell that it was written to."""
-        self._version = 0
         self.tensor.untyped_storage().resize_(0)
-
-    @staticmethod
-    def at(elements: torch.Tensor, changed: Callable[[], object]) -> UnshardedMemory:
-        """The parameter's memory is that of `elements` (1-D, on the CPU), for good. changed: called when FSDP2 frees it after
-        somebody wrote to it."""
-        memory = UnshardedMemory(0, elements.dtype, elements.device)
-        memory.tensor = torch.from_numpy(elements.view(torch.uint8).numpy()).view(
-            elements.dtype
-        )  # a storage of its own
-        memory._nbytes, memory._version, memory._changed = memory.nbytes, memory.tensor._version, changed
-        return memory
-
-    def leave(self) -> None:
-        """The caller's memory is not the parameter's any more, which has none; it is not gathered."""
-        if self._changed is not None:
-            self.tensor = torch.empty(0, dtype=self.tensor.dtype)
 
     def fill(self, write: Callable[[torch.Tensor], object]) -> None:
         """The parameter has memory of its own, with the elements that `write` sets (1-D)."""
@@ -143,11 +124,6 @@ class UnshardedMemory:
         if nbytes:
             return
         lent = self._lent
-        if self._changed is not None:
-            if self.tensor._version != self._version:
-                self._version = self.tensor._version
-                self._changed()
-            return
         if lent is None:
             self.tensor.untyped_storage().resize_(0)
             return
@@ -161,6 +137,25 @@ class UnshardedMemory:
                 "ran without gradients: autograd saved it under torch.enable_grad() inside the forward, or the model keeps it. "
                 "Enable gradients around the call of the model, or make the view anew where it is used"
             )
+
+
+class LodgedMemory(UnshardedMemory):
+    """That of `elements` (1-D, on the CPU), for good. changed: called when FSDP2 frees the parameter, if it was written to."""
+
+    def __init__(self, elements: torch.Tensor, changed: Callable[[], object]) -> None:
+        super().__init__(0, elements.dtype, elements.device)
+        self.tensor = torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)  # a storage of its own
+        self._nbytes, self._version, self._changed = self.nbytes, self.tensor._version, changed
+
+    def leave(self) -> None:
+        """The elements are somebody else's from now on; FSDP2 has freed the parameter."""
+        self.tensor = torch.empty(0, dtype=self.tensor.dtype)
+
+    def resize_(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        if not nbytes and self.tensor._version != self._version:
+            self._version = self.tensor._version
+            self._changed()
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, Work
 from infinity.schedule import pinned
-from infinity.schedule.residency import choose_resident, choose_staying
+from infinity.schedule.residency import choose_resident, choose_staying, spared_reads
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
@@ -326,7 +326,7 @@ def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
     gathers = [2] * (len(work.group_shards) - 1) + [1]  # the root stays gathered
     in_backward = strategy.update_of(work.scheme) == "backward" and work.scheme.compute_is_state()
     return [
-        max(times, 2) if in_backward and not left else times - 1
+        spared_reads(times, trained=True, in_place=in_backward and not left)
         for times, left in zip(gathers, work.left_to_forward(strategy), strict=True)
     ]
 

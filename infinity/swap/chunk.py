@@ -83,10 +83,9 @@ class Chunk:
     """Whether nobody has verified the bytes that were read."""
     sums: bytes | None = field(default=None, repr=False)
     """Checksums of the pages that are to be written, where its user has made them."""
-    stays: bool = False
-    """Whether it stays staged from step to step while there is room: see [Note: Staying staged] in schedule/residency.py."""
     home: Lease | None = field(default=None, repr=False)
-    """Where it is always staged, and nothing else ever is: whoever was given the bytes may go on looking at them there."""
+    """Of one that stays staged from step to step: the lease that is its own for good. See [Note: Staying staged] in
+    infinity/schedule/residency.py."""
     early: tuple[Chunk, ...] = field(default=(), repr=False)
     """Chunks of which its lease holds what their update wrote to a slot that isn't current yet. Nobody else may use it until
     all of these slots are."""

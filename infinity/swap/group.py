@@ -175,6 +175,9 @@ class PagedGroup:
     """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
     chunk: Chunk | None = None
     foreign: ForeignReads = field(default_factory=ForeignReads, repr=False)
+    lodges: bool = False
+    """Whether it stays, and gathered parameters of it have their memory where it is staged: see [Note: Gathering alone] in
+    infinity/fsdp2/unsharded.py."""
     cached: torch.Tensor | None = field(default=None, repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
     delivery: Delivery = field(default_factory=Delivery)
@@ -197,8 +200,8 @@ class PagedGroup:
         return cast("FSDPModule | None", self.module()) if self.module is not None else None
 
     @property
-    def is_at_home(self) -> bool:
-        """Whether its chunk is always staged at the same place, where gathered parameters may have their memory."""
+    def stays(self) -> bool:
+        """Whether its chunk stays staged from step to step."""
         return self.chunk is not None and self.chunk.home is not None
 
     @property
@@ -259,7 +262,7 @@ class PagedGroup:
         frees what it still has gathered where the chunk is staged.
         """
         module = self.sharded_module
-        if self.is_at_home and module is not None and not is_running(module):
+        if self.lodges and module is not None and not is_running(module):
             module.reshard()
         self.delivery.forget_delivery()
         if self.cached is not None:

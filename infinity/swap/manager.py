@@ -251,7 +251,7 @@ class SwapManager:
                 compute_dtype=dtype,
                 options=options,
                 staying=staying,
-                at_home=mesh.size() == 1 and not self._device.is_discrete and gathers_nothing_alone(),
+                lodge=mesh.size() == 1 and not self._device.is_discrete and gathers_nothing_alone(),
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,

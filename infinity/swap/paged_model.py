@@ -16,6 +16,7 @@ import torch
 from infinity.aio import Lease
 from infinity.device import HostBuffer, HostBuffers
 from infinity.fsdp2.sharding import forget_gathered
+from infinity.fsdp2.unsharded import LodgedMemory
 from infinity.store.arena import Arena
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import SUM_BYTES
@@ -43,8 +44,8 @@ class PagedModel:
     Args:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
         options: when groups are updated; the defaults where None.
-        staying: the groups, by number, whose compute parameters stay staged; at_home: always at the same place, which nothing
-            else may have.
+        staying: the groups, by number, whose compute parameters stay staged; lodge: where they are the memory of gathered
+            parameters.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
@@ -65,7 +66,7 @@ class PagedModel:
         shard_rank: int = 0,
         options: PagingOptions | None = None,
         staying: Collection[int] = frozenset(),
-        at_home: bool = False,
+        lodge: bool = False,
         durable: bool = False,
         stager: Stager,
         arena: Arena,
@@ -100,9 +101,8 @@ class PagedModel:
         for index in staying:
             group = self.groups[index]
             if group.chunk is not None and not self.may_go_direct(group):
-                group.chunk.stays = True
-                if at_home:
-                    group.chunk.home = stager.make_room(group.chunk.lease_bytes, group.chunk.name, to_stay=True)
+                group.chunk.home = stager.make_room(group.chunk.lease_bytes, group.chunk.name)
+                group.lodges = lodge
         self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(self.groups, self.sub_groups, self._slots, self.health, stager)
         self.updates.point_all()
@@ -117,7 +117,7 @@ class PagedModel:
         self._residents: HostBuffer | None = None
         self.shards = self._make_shards(shapes, shard_rank, host_memory)
         for shard in self.shards:
-            shard.lodged = shard.group.is_at_home and shard.may_lodge(compute_dtype)
+            shard.lodged = shard.group.lodges and shard.may_lodge(compute_dtype)
 
     def may_go_direct(self, group: PagedGroup) -> bool:
         """Whether a group's compute parameters go past host memory when they are read only to be gathered: see [Note: Past host
@@ -160,11 +160,11 @@ class PagedModel:
             group.cached = group.resident = None
             if group.chunk is not None:
                 group.chunk.fills = ()
-            if group.is_at_home and group.sharded_module is not None:
+            if group.lodges and group.sharded_module is not None:
                 forget_gathered(group.sharded_module)
         for shard in self.shards:
             shard.resident = None
-            if shard.unsharded is not None:
+            if isinstance(shard.unsharded, LodgedMemory):
                 shard.unsharded.leave()
         if self._residents is not None:
             self._residents.give_back()

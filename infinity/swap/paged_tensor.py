@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
-from infinity.fsdp2.unsharded import UnshardedMemory
+from infinity.fsdp2.unsharded import LodgedMemory, UnshardedMemory
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap.shard import PagedShard
 from infinity.swap.values import RANGE_NUMEL
@@ -176,7 +176,7 @@ class PagedTensor(ElsewhereTensor):
         if shard.lodged:
             if out is None:
                 changed = functools.partial(self._gatherer.changed, shard)
-                shard.unsharded = UnshardedMemory.at(shard.elements(metadata), changed)
+                shard.unsharded = LodgedMemory(shard.elements(metadata), changed)
             assert shard.unsharded is not None
             self._gatherer.gathered(shard)
             return (shard.unsharded.tensor, (shard.unsharded,)) if out is None else None

@@ -218,7 +218,7 @@ class PendingUpdates:
             if chunk is not None:
                 stager.wait_copied(chunk)  # what it holds changes in the updates
             yield compute
-            stays = chunk is not None and chunk.stays
+            stays = group.stays
         finally:
             if chunk is not None and stays:
                 chunk.early = tuple(sub.chunk for sub in updated)
@@ -273,7 +273,7 @@ class PendingUpdates:
         """Raise IntegrityError where somebody wrote to what is staged of a group without a trace, as gathered parameters can be
         written to: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py."""
         chunk, io = group.chunk, self._stager.io
-        if chunk is None or not group.is_at_home or not io.checked:
+        if chunk is None or not group.lodges or not io.checked:
             return
         if chunk.state is ChunkState.STAGED and not chunk.early:
             self._stager.let_be_read(chunk)  # what is written has its checksums by the end of the write
@@ -284,7 +284,7 @@ class PendingUpdates:
     def _check_unwritten_part(self, sub: PagedSubGroup) -> None:
         """The same, of the compute parameters that its update takes from there."""
         group, io = self.group_of(sub), self._stager.io
-        if group is not None and group.chunk is not None and group.is_at_home and io.checked:
+        if group is not None and group.chunk is not None and group.lodges and io.checked:
             location = sub.locations[Field.COMPUTE]
             start = sub.layout.start * sub.layout.compute_itemsize
             io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
@@ -292,7 +292,7 @@ class PendingUpdates:
     def _renew_staying(self, sub: PagedSubGroup, lease: Lease | None, compute: Lease | None) -> None:
         """Where the sub-group's group stays, what was made under `lease` takes the place of the old compute parameters."""
         group = self.group_of(sub)
-        if compute is not None and group is not None and group.chunk is not None and group.chunk.stays:
+        if compute is not None and group is not None and group.stays:
             with measured(self._stager.timeline, "copy", sub.chunk.name):
                 _copy_to_group(sub, lease, compute)
 

@@ -25,7 +25,7 @@ from infinity.schedule.pinned import (
     pipeline_bytes,
     whole_bytes,
 )
-from infinity.schedule.residency import choose_staying
+from infinity.schedule.residency import choose_staying, spared_reads
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredParameter, StoredTensor, lay_out
@@ -218,12 +218,10 @@ def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: i
     trained = [sub for sub in members if sub.trained]
     if not any(shard.trained for shard in layout.shards):
         return 0
-    if not trained:
-        return gathers
-    in_backward = options.update_of(group) == "backward" and all(sub.split for sub in trained)
+    in_place = bool(trained) and options.update_of(group) == "backward" and all(sub.split for sub in trained)
     if options.speculative:
-        in_backward = in_backward and all(is_speculative(layout, sub, options) for sub in trained)
-    return max(gathers, 2) if in_backward else gathers - 1
+        in_place = in_place and all(is_speculative(layout, sub, options) for sub in trained)
+    return spared_reads(gathers, trained=bool(trained), in_place=in_place)
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

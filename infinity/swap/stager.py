@@ -25,12 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority
 from infinity.device import CopyEvent, Device
 from infinity.errors import BudgetError
-from infinity.schedule.eviction import Eviction
 from infinity.store.arena import Arena
 from infinity.swap.chunk import Chunk, ChunkState
 from infinity.swap.chunk_io import ChunkIo
 from infinity.swap.timeline import Timeline, measured
-from infinity.swap.wanted import ReadQueue, Wanted
+from infinity.swap.wanted import ChunkOrder, Wanted
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -47,12 +46,12 @@ class Stager:
         self.io, self.device = ChunkIo(engine, arena), device
         self._leased: dict[Chunk, None] = {}
         """All chunks that hold a lease, or were about to when an exception came."""
-        self._staged: Eviction[Chunk] = Eviction(leaves_room=lambda chunk: chunk.home is None)
-        """READING or STAGED."""
+        self._order = ChunkOrder()
+        self._staged = self._order.staged
         self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
         self._to_device: OrderedDict[Chunk, None] = OrderedDict()
-        self._to_read = ReadQueue()
+        self._to_read = self._order.to_read
         self.demand_reads = 0
         """Reads that nobody had started before they were needed."""
         self.timeline: Timeline | None = None
@@ -71,20 +70,11 @@ class Stager:
     @property
     def wanted(self) -> Wanted:
         """The chunks worth keeping staged, soonest needed first. All others are dropped before them, and they from the end."""
-        return self._to_read.wanted
+        return self._order.wanted
 
     @wanted.setter
     def wanted(self, wanted: Wanted | Sequence[Chunk]) -> None:
-        if not isinstance(wanted, Wanted):
-            wanted, _ = Wanted.of(wanted)
-        if wanted is not self.wanted:
-            self._to_read.follow(wanted)
-            self._staged.need_all(wanted.key)
-        else:
-            for chunk in wanted.changed():
-                self._to_read.put(chunk)
-                self._staged.need(chunk, wanted.key(chunk))
-        wanted.told()
+        self._order.follow(wanted)
 
     def want(self, chunks: Wanted | Sequence[Chunk]) -> None:
         """From now on these are worth having staged, soonest needed first: start to read those on NVMe, while they fit."""
@@ -98,16 +88,16 @@ class Stager:
         """Start to read a chunk if that waits for nothing and drops nothing wanted. Returns whether the read was started."""
         if not self.may_be_read(chunk):
             return False
-        lease = chunk.home or self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
+        lease = chunk.home or self._pool.try_lease(chunk.lease_bytes)
         if lease is None:
             self.reap()
-            lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
+            lease = self._pool.try_lease(chunk.lease_bytes)
         while lease is None:
             unwanted = self._staged.oldest_unwanted(lambda chunk: chunk.transfers_ended and chunk.device_is_done)
             if unwanted is None:
                 return False
             self.drop(unwanted)
-            lease = self._pool.try_lease(chunk.lease_bytes, to_stay=chunk.stays)
+            lease = self._pool.try_lease(chunk.lease_bytes)
         self._start_read(chunk, lease, Priority.PREFETCH)
         return True
 
@@ -130,7 +120,7 @@ class Stager:
         if chunk.state is ChunkState.ON_NVME:
             self.let_be_read(chunk)
             self.demand_reads += bool(chunk.reads)
-            lease = chunk.home or self.make_room(chunk.lease_bytes, chunk.name, to_stay=chunk.stays)
+            lease = chunk.home or self.make_room(chunk.lease_bytes, chunk.name)
             self._start_read(chunk, lease, Priority.DEMAND)
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
@@ -176,7 +166,7 @@ class Stager:
         chunk.copy_event = None if copy_event.done() else copy_event
         if keep:
             chunk.move_to(ChunkState.STAGED)
-            self._staged.add(chunk, self.wanted.key(chunk))
+            self._staged.add(chunk, self._order.key(chunk))
         elif chunk.copy_event is None:
             self._give_back(chunk)
         else:
@@ -259,14 +249,12 @@ class Stager:
             self._end_h2d(chunk)
         return bool(ended or copied)
 
-    def make_room(self, nbytes: int, who: str, *, to_stay: bool = False) -> Lease:
+    def make_room(self, nbytes: int, who: str) -> Lease:
         """A lease of `nbytes`, waiting and dropping for it as [Note: What makes room] in schedule/eviction.py says.
-
-        `to_stay`: as for `Lender.try_lease`.
 
         Raises BudgetError, which names `who` and the budget, where all of that is not enough.
         """
-        while (lease := self._pool.try_lease(nbytes, to_stay=to_stay)) is None:
+        while (lease := self._pool.try_lease(nbytes)) is None:
             if self.reap():
                 continue
             victim = self._staged.victim(writes_in_flight=bool(self._writing or self._from_device))
@@ -328,7 +316,7 @@ class Stager:
                     lease.view(elements.dtype, start, elements.numel()).copy_(elements)
         chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_user
         chunk.move_to(ChunkState.READING)
-        self._staged.add(chunk, self.wanted.key(chunk))
+        self._staged.add(chunk, self._order.key(chunk))
 
     def _finish_read(self, chunk: Chunk, why: str = "") -> None:
         try:

@@ -40,7 +40,7 @@ class Units:
         self.nbytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
         self.gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
-        self.staying = frozenset(unit for unit, chunk in enumerate(compute) if chunk is not None and chunk.stays)
+        self.staying = frozenset(group.index for group in paged.groups if group.stays)
         """The groups that stay staged from step to step ..."""
         self.staying_bytes = sum(group_bytes[unit] for unit in self.staying)
         """... and what they take."""

@@ -1,4 +1,5 @@
-"""Floor 8. The chunks that are worth having staged, as a look-ahead over numbers chooses them, and the next one to read."""
+"""Floor 8. The chunks that are worth having staged, as a look-ahead over numbers chooses them; the next one to read, and the
+first one to leave."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
+from infinity.schedule.eviction import Eviction
 from infinity.schedule.lookahead import LookAhead
 from infinity.swap.chunk import Chunk, ChunkState
 
@@ -117,3 +119,34 @@ class ReadQueue:
         entries = [(key, next(self._pushed), chunk) for chunk in chunks if (key := self._key(chunk)) is not None]
         heapq.heapify(entries)
         self._entries, self._compact_at = entries, 64 + 2 * len(entries)
+
+
+class ChunkOrder:
+    """Which chunk is read next, and which leaves first: both as those to come are wanted. Moves nothing."""
+
+    def __init__(self) -> None:
+        self.staged: Eviction[Chunk] = Eviction(leaves_room=lambda chunk: chunk.home is None)
+        """READING or STAGED."""
+        self.to_read = ReadQueue()
+
+    @property
+    def wanted(self) -> Wanted:
+        """What was followed last."""
+        return self.to_read.wanted
+
+    def key(self, chunk: Chunk) -> int | None:
+        """See `Wanted.key`."""
+        return self.wanted.key(chunk)
+
+    def follow(self, wanted: Wanted | Sequence[Chunk]) -> None:
+        """From now on these are wanted, soonest needed first."""
+        if not isinstance(wanted, Wanted):
+            wanted, _ = Wanted.of(wanted)
+        if wanted is not self.wanted:
+            self.to_read.follow(wanted)
+            self.staged.need_all(wanted.key)
+        else:
+            for chunk in wanted.changed():
+                self.to_read.put(chunk)
+                self.staged.need(chunk, wanted.key(chunk))
+        wanted.told()

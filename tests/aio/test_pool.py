@@ -49,14 +49,6 @@ class FreeRangesMachine(RuleBasedStateMachine):
             self.mark(expected, nbytes, False)
             self.taken.append((expected, nbytes))
 
-    @rule(nbytes=st.integers(1, SIZE + 1))
-    def take_last(self, nbytes: int) -> None:
-        expected = next((at + length - nbytes for at, length in reversed(self.runs()) if length >= nbytes), None)
-        assert self.ranges.take_last(nbytes) == expected
-        if expected is not None:
-            self.mark(expected, nbytes, False)
-            self.taken.append((expected, nbytes))
-
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def put(self, data: st.DataObject) -> None:

@@ -509,8 +509,7 @@ def test_bytes_moved_are_the_sum_of_the_design(share: float, nvme_path: Path) ->
         )
     assert engine.swap is not None
     staying_bytes = [
-        group.chunk.lease_bytes if group.chunk is not None and group.chunk.stays else 0
-        for group in engine.swap.paged.groups
+        group.chunk.lease_bytes if group.chunk is not None and group.stays else 0 for group in engine.swap.paged.groups
     ]
     assert (sum(staying_bytes) > 0) == (share > 0) and all(staying_bytes) == (share == 1)
     left, in_place = staying_bytes[3], sum(staying_bytes) - staying_bytes[3]

@@ -642,15 +642,18 @@ def test_what_an_update_wrote_early_is_for_nobody_before_its_slot_is_current(ben
 # Making room.
 
 
-def test_what_stays_lies_at_the_other_end_of_the_pool(bench: Bench) -> None:
-    chunks = [bench.chunk() for _ in range(4)]
-    chunks[1].stays = chunks[3].stays = True
-    assert bench.stager.prefetch(chunks[0]) and bench.stager.prefetch(chunks[1])
-    bench.stager.acquire(chunks[2])
-    bench.stager.acquire(chunks[3])
-    places = [chunk.lease.offset // PAGE for chunk in chunks if chunk.lease is not None]
-    last = bench.pool.nbytes // PAGE - 1
-    assert places == [0, last, 1, last - 1]
+def test_what_has_a_home_is_staged_there_and_makes_no_room(bench: Bench) -> None:
+    stays, others = bench.chunk(), [bench.chunk(2) for _ in range(4)]
+    stays.home = bench.stager.make_room(PAGE, "home")
+    for _ in range(2):
+        assert bench.stager.acquire(stays) is stays.home
+        bench.stager.release(stays, keep=True)
+        for other in others:
+            bench.stager.acquire(other)
+            bench.stager.release(other, keep=True)
+        assert stays.state is ChunkState.STAGED
+        bench.stager.drop(stays)
+        assert stays.home.held
 
 
 def test_least_wanted_is_dropped_first(bench: Bench) -> None:
