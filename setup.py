@@ -49,8 +49,8 @@ int main() {
 """
 
 
-# The archive first; its names are nobody else's. Some systems have none, or one that can't go into a shared object.
-LIBURING = (["-l:liburing.a", "-Wl,--exclude-libs,liburing.a"], ["-luring"])
+# The archive first. Some systems have none, or one that can't go into a shared object.
+LIBURING = (["-l:liburing.a"], ["-luring"])
 
 
 class BuildExt(pybind11_build_ext):
@@ -96,7 +96,8 @@ def needs_recompile(object_path: str, source_path: str) -> bool:
 
 def extension(name: str, sources: list[str]) -> Pybind11Extension:
     """All have the same flags, as they share objects. No contraction: csrc/optim says itself where a product and a sum are
-    rounded once, and is equal to torch bit for bit only then."""
+    rounded once, and is equal to torch bit for bit only then. Names of archives are nobody else's: where a compiler links
+    libstdc++ as one, its locales would be confused with those of the libstdc++ that numpy brings, and imports would crash."""
     warnings = ["-Wall", "-Wextra", "-Werror", "-UNDEBUG"] if DEV else []
     return Pybind11Extension(
         name,
@@ -105,7 +106,7 @@ def extension(name: str, sources: list[str]) -> Pybind11Extension:
         include_dirs=["csrc"],
         cxx_std=17,
         extra_compile_args=["-O2", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", *warnings],
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", "-Wl,--exclude-libs,ALL"],
     )
 
 
