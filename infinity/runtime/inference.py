@@ -124,7 +124,7 @@ def init_inference(
         _, swap, _, _ = shard_and_page(model, resolved, None, weights, undo)
         remember_sharded(model)
         with raise_on_all_ranks():
-            give_values(model, swap, weights, None, None)
+            give_values(model, resolved, swap, weights, None, None)
         if hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")
         undo.pop_all()

@@ -148,7 +148,7 @@ def initialize(
             unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
-            give_values(model, swap, weights, init_fn, unpaged_state)
+            give_values(model, resolved, swap, weights, init_fn, unpaged_state)
             made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)

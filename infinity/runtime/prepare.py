@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from infinity.activations.saved_tensors import Activations, make_activations
 from infinity.config import Config
@@ -152,11 +153,21 @@ def _make_mesh(shard_ranks: int) -> DeviceMesh:
 
 
 def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
-    """fully_shard each of `wrap` and the root, over fp32 masters."""
+    """fully_shard each of `wrap` and the root, over fp32 masters. One group after another is on the device as a whole; what is
+    paged leaves it at once, so that the model may be larger than its memory."""
     model.float()
-    if mesh.device_type == "cuda" and not any(p.is_meta for p in model.parameters()):
-        model.cuda()
-    shard = partial(fully_shard, mesh=mesh, mp_policy=resolved.mixed_precision, offload_policy=resolved.offload_policy)
+
+    def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=resolved.mixed_precision,
+            offload_policy=resolved.offload_policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+        if resolved.paging is not None and mesh.device_type != "cpu":
+            module._apply(lambda t: t.cpu() if isinstance(t, DTensor) and not t.is_meta else t)
+
     for module in wrap:
         shard(module, reshard_after_forward=resolved.reshard_after_forward)
     for experts in routed_experts(model):
@@ -183,6 +194,7 @@ def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -
 
 def give_values(
     model: nn.Module,
+    resolved: Resolved,
     swap: SwapManager | None,
     weights: str | os.PathLike[str] | None,
     init_fn: InitFn | None,
@@ -198,7 +210,7 @@ def give_values(
     else:
         blank = meta_parameters(model)
         if blank:
-            _allocate(model, device)
+            _allocate(model, resolved.resting_device)
     if unpaged_state is not None:
         initialize_values(model, set(), device, init_fn, frozenset(unpaged_state["buffers"]))
     elif blank and weights is None:

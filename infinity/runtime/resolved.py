@@ -72,6 +72,11 @@ class Resolved:
         return passes_of(self.schedule, self.config.batch.accumulation)
 
     @property
+    def resting_device(self) -> torch.device:
+        """Where the shards are that do not rest on NVMe."""
+        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else compute_device()
+
+    @property
     def updates_in_backward(self) -> bool:
         """Whether groups are updated in the backward, to stay or for the step to accept."""
         return self.paging is not None and self.paging.update == "backward"
