@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 Intervals = list[tuple[float, float]]
+
+
+def on_the_gpu(events: Iterable[Any]) -> tuple[Intervals, Intervals, Intervals]:
+    """Of torch's profiler: kernels, copies to the device, and copies from it (microseconds). What FSDP2 writes into the
+    timeline of the GPU by name is none of them."""
+    kernels: Intervals = []
+    h2d: Intervals = []
+    d2h: Intervals = []
+    for event in events:
+        named = event.is_user_annotation or event.name.startswith("FSDP::")
+        if event.device_type.name != "CUDA" or named:
+            continue
+        kind = h2d if "HtoD" in event.name else d2h if "DtoH" in event.name else kernels
+        if kind is not kernels or not event.name.startswith(("Memcpy", "Memset")):
+            kind.append((event.time_range.start, event.time_range.end))
+    return kernels, h2d, d2h
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:

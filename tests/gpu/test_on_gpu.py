@@ -6,6 +6,7 @@ out then, and says so.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from overlap import exposed, length
+from overlap import exposed, length, on_the_gpu
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -47,9 +48,10 @@ def _one_rank() -> Iterator[None]:
 
 
 def engine_for(
-    numel: int, context: int, path: Path | None, *, checkpointing: bool = False, **more: Any
+    numel: int, context: int, path: Path | None, *, checkpointing: bool = False, empty: bool = True, **more: Any
 ) -> infinity.Engine:
-    """`path`: where everything rests; None: in host memory, where the same kernel steps it."""
+    """`path`: where everything rests; None: in host memory, where the same kernel steps it. `empty`: the model is built
+    without memory."""
     where = {"device": "cpu"} if path is None else {"device": "nvme", "nvme_path": str(path)}
     own = more.pop("infinity", {})
     zero = more.pop("zero", {})
@@ -63,7 +65,7 @@ def engine_for(
         **more,
     }
     torch.manual_seed(0)
-    with infinity.init_empty():
+    with infinity.init_empty() if empty else contextlib.nullcontext():
         model = GPT(config_for(numel, context, checkpoint_activations=checkpointing))
     return infinity.initialize(model=model, config=config)[0]
 
@@ -89,10 +91,12 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
         {},
         {"gradient_accumulation_steps": 2, "infinity": {"update": "forward"}},
         {"infinity": {"update": "step"}},
+        {"gradient_clipping": 1e9},
+        {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 20}},
         {"checkpointing": True},
         {"checkpointing": True, "infinity": {"offload_activations": {"device": "nvme", "bytes_min": 4096}}},
     ],
-    ids=["backward", "forward", "step", "checkpointing", "activations on NVMe"],
+    ids=["backward", "forward", "step", "norm", "fp16", "checkpointing", "activations on NVMe"],
 )
 def test_nvme_equals_host_memory_bit_for_bit(more: dict[str, Any], nvme_path: Path) -> None:
     """The oracle keeps masters and state in host memory, where the kernel that steps them is the same: CUDA's own rounds
@@ -106,6 +110,57 @@ def test_nvme_equals_host_memory_bit_for_bit(more: dict[str, Any], nvme_path: Pa
     (expected, held), (losses, paged) = outcomes
     assert losses == expected
     assert all(torch.equal(held[name], paged[name]) for name in held)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_clipping": 1.0},
+        {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2},
+        {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
+    ],
+    ids=["clipping", "clipping and accumulation", "Muon"],
+)
+def test_every_timing_gives_the_same_bits(more: dict[str, Any], nvme_path: Path) -> None:
+    """The norm is taken, and Muon's matrices are multiplied, on the GPU: in host memory the last bits are others."""
+    outcomes = []
+    for update in ("step", "forward", "backward"):
+        with engine_for(SMALL, 16, nvme_path, infinity={"update": update}, **more) as engine:
+            losses = [step(engine, number, 16) for number in range(STEPS)]
+            outcomes.append((losses, weights(engine.module)))
+    (expected, held), *others = outcomes
+    for losses, paged in others:
+        assert losses == expected
+        assert all(torch.equal(held[name], paged[name]) for name in held)
+    with engine_for(SMALL, 16, None, **more) as engine:
+        in_host_memory = [step(engine, number, 16) for number in range(STEPS)]
+    assert in_host_memory == pytest.approx(expected, rel=1e-2)
+
+
+def test_evaluation_and_generation_in_between_change_nothing(nvme_path: Path) -> None:
+    outcomes = []
+    for path in (None, nvme_path):
+        with engine_for(SMALL, 16, path) as engine:
+            said: list[Any] = []
+            for number in range(STEPS):
+                engine.eval()
+                text = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+                with torch.no_grad():
+                    for _ in range(4):
+                        text = torch.cat([text, engine(text)[:, -1:].argmax(dim=-1)], dim=1)
+                engine.train()
+                said += [text.tolist(), step(engine, number, 16)]
+            outcomes.append((said, weights(engine.module)))
+    (expected, held), (said, paged) = outcomes
+    assert said == expected
+    assert all(torch.equal(held[name], paged[name]) for name in held)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1e9])
+def test_two_ranks_that_share_the_gpu(clipping: float, nvme_path: Path, torchrun: Any) -> None:
+    script = Path(__file__).with_name("two_ranks.py")
+    done = torchrun(script, str(nvme_path), str(clipping), timeout_seconds=100)
+    assert done.stdout.count("the same") == 2
 
 
 def test_past_host_memory_is_the_same_bit_for_bit(nvme_path: Path) -> None:
@@ -124,29 +179,32 @@ def test_past_host_memory_is_the_same_bit_for_bit(nvme_path: Path) -> None:
 
 
 def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path) -> None:
-    numel, context = (1_000_000_000, 1024) if ON_GPU else (100_000, 16)
-    with engine_for(numel, context, nvme_path) as engine:
-        for number in range(3):
-            step(engine, number, context)
+    """In an evaluation whose compute parameters stay staged: there no drive is waited for."""
+    numel, context, rows = (1_000_000_000, 1024, 16) if ON_GPU else (100_000, 16, 2)
+    with engine_for(numel, context, nvme_path) as engine, torch.no_grad():
+        engine.eval()
+        batch = torch.zeros(rows, context, dtype=torch.int64, device=DEVICE)
+        for _ in range(3):
+            engine(batch)
         if not ON_GPU:
-            pytest.skip("rehearsed: trained; how copies overlap is a question to a GPU")
+            pytest.skip("rehearsed: computed; how copies overlap is a question to a GPU")
         assert engine.swap is not None and engine.swap.paging.parameters.ahead is not None
         late = engine.swap.paging.parameters.ahead.late
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            step(engine, 3, context)
+            engine(batch)
             torch.cuda.synchronize()
         late = engine.swap.paging.parameters.ahead.late - late
-    copies, kernels = [], []
-    for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kind = copies if "HtoD" in event.name else kernels if "Memcpy" not in event.name else None
-            if kind is not None:
-                kind.append((event.time_range.start, event.time_range.end))
-    print(f"late {late}, copied {length(copies):.0f} us, of these exposed {exposed(copies, kernels):.0f} us")
-    assert late <= 2, "groups that were not on their way when they were asked for"
+    kernels, copies, _ = on_the_gpu(profiler.events() or ())
+    span = max(end for _, end in kernels + copies) - min(begin for begin, _ in kernels + copies)
+    not_hidden = exposed(copies, kernels)
+    print(
+        f"{span:.0f} us, of which computed {length(kernels):.0f} us, copied {length(copies):.0f} us, of these exposed "
+        f"{not_hidden:.0f} us; {late} late"
+    )
     assert length(copies) > 0, "the profiler saw no copy"
-    assert exposed(copies, kernels) <= 0.1 * length(copies)
+    assert late <= 2, "groups that were not on their way when they were asked for"
+    assert not_hidden <= 0.25 * span, "copies that keep the GPU waiting"
 
 
 def test_peak_device_memory_is_within_the_bound(nvme_path: Path) -> None:
@@ -171,19 +229,37 @@ def test_peak_device_memory_is_within_the_bound(nvme_path: Path) -> None:
     assert peak < 16 * numel // 4, "a model in memory takes 16 bytes a parameter"
 
 
+@contextlib.contextmanager
+def device_memory_of(nbytes: int) -> Iterator[None]:
+    """As if the GPU had no more."""
+    if not ON_GPU:
+        yield
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_model_in_host_memory_may_be_larger_than_the_gpu(nvme_path: Path) -> None:
+    numel, device_bytes = (500_000_000, 3 * GIB // 2) if ON_GPU else (300_000, 0)
+    assert not ON_GPU or 4 * numel > device_bytes
+    with device_memory_of(device_bytes), engine_for(numel, 64, nvme_path, checkpointing=True, empty=False) as engine:
+        losses = [step(engine, 0, 64) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.slow
 def test_billions_of_parameters_within_a_budget_of_each_memory(nvme_path: Path) -> None:
     numel, device_bytes, pinned_bytes = (3_000_000_000, 12 * GIB, 4 * GIB) if ON_GPU else (300_000, 0, 32 * MIB)
-    if ON_GPU:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / total))
-    try:
-        own = {"pinned_bytes_max": pinned_bytes}
-        with engine_for(numel, 256, nvme_path, checkpointing=True, infinity=own) as engine:
-            losses = [step(engine, 0, 256) for _ in range(4)]
-            stats = engine.swap_stats()
-        assert losses[-1] < losses[0]
-        assert stats is not None and stats.pinned_peak_bytes <= stats.pinned_bytes <= pinned_bytes
-    finally:
-        if ON_GPU:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+    own = {"pinned_bytes_max": pinned_bytes}
+    with (
+        device_memory_of(device_bytes),
+        engine_for(numel, 256, nvme_path, checkpointing=True, infinity=own) as engine,
+    ):
+        losses = [step(engine, 0, 256) for _ in range(4)]
+        stats = engine.swap_stats()
+    assert losses[-1] < losses[0]
+    assert stats is not None and stats.pinned_peak_bytes <= stats.pinned_bytes <= pinned_bytes
