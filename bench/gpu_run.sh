@@ -68,10 +68,10 @@ else
   sizes=1B,3B ways=device,host,nvme batch=8 context=1024 bytes=256MiB
 fi
 export INFINITY_TEST_PATH=$nvme
-part tests 240 "$python" -m pytest -q -rs --timeout 200 -p no:cacheprovider tests/gpu tests/device/test_staging.py
+part tests 240 "$python" -m pytest -q -rs --timeout 200 -m "not slow" -p no:cacheprovider tests/gpu tests/device/test_staging.py
 part copies 60 "$python" bench/copies.py --bytes "$bytes"
-part step 240 "$python" bench/gpu_step.py --params "$sizes" --ways "$ways" --batch-size "$batch" --context "$context" \
-  --nvme-path "$nvme" --timeout-seconds 100
+part step 330 "$python" bench/gpu_step.py --params "$sizes" --ways "$ways" --batch-sizes "$batch" --context "$context" \
+  --first-steps 1 --steps 1 --nvme-path "$nvme" --timeout-seconds 150
 for name in copies step; do
   if [ -f "$out/$name.log" ]; then grep '^{' "$out/$name.log" >"$out/$name.jsonl"; fi
 done

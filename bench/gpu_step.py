@@ -5,21 +5,33 @@
 Each size and way runs in a process of its own; one that doesn't fit says so and the rest go on. Prints a table and a JSON line
 per run; with --save these are appended to bench/results/gpu_step.jsonl. Without a GPU it rehearses on the CPU: give it small
 sizes.
+
+`compute_seconds` is for how long the GPU runs kernels in a step, `floor_seconds` the larger of that and what the drive needs
+for the step's bytes. `h2d` and `d2h` are seconds of copies, and how many of them pass while nothing is computed ("exposed"),
+seen by torch's profiler in one more step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt import GPTConfig
+
+    from infinity.schedule.scheme import Scheme
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path[:0] = [str(HERE.parent / "examples"), str(HERE.parent / "tests" / "gpu")]
 WAYS = ("device", "host", "nvme")
 
 
@@ -27,9 +39,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--params", default="1B", help="sizes, with commas between (default: %(default)s)")
     parser.add_argument("--ways", default=",".join(WAYS), help="with commas between (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-sizes", default="8", help="with commas between (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=3, help="that count, after two that don't")
+    parser.add_argument("--steps", type=int, default=3, help="that count")
+    parser.add_argument("--first-steps", type=int, default=2, help="that don't count (default: %(default)s)")
+    parser.add_argument("--device-bytes-max", default=None, help="as if the GPU had no more memory, as in 24GiB")
     parser.add_argument("--pinned-bytes-max", default="auto")
     parser.add_argument("--timeout-seconds", type=float, default=240.0, help="of one run")
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
@@ -41,8 +55,8 @@ def main() -> int:
         return 0
     lines = []
     for size in asked.params.split(","):
-        for way in asked.ways.split(","):
-            order = {**vars(asked), "params": size, "way": way}
+        for way, batch_size in itertools.product(asked.ways.split(","), asked.batch_sizes.split(",")):
+            order = {**vars(asked), "params": size, "way": way, "batch_size": int(batch_size)}
             lines.append(run(order, asked.timeout_seconds))
             print(json.dumps(lines[-1]), flush=True)
             if asked.save and "failed" not in lines[-1]:
@@ -56,7 +70,7 @@ def main() -> int:
 def run(order: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
     """One size, one way, in a process of its own."""
     command = [sys.executable, __file__, "--worker", json.dumps(order)]
-    label = {"params": order["params"], "way": order["way"]}
+    label = {"params": order["params"], "way": order["way"], "batch_size": order["batch_size"]}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -75,9 +89,13 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
 
     import infinity
     from infinity.drive.measure import measure_drive
-    from infinity.units import MIB, parse_count
+    from infinity.schedule.scheme import Scheme
+    from infinity.units import MIB, parse_bytes, parse_count
 
     on_gpu = torch.cuda.is_available()
+    if on_gpu and order["device_bytes_max"] is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(order["device_bytes_max"]) / total)
     where = {"device": "none"}
     if order["way"] != "device":
         where = {"device": "cpu"} if order["way"] == "host" else {"device": "nvme", "nvme_path": order["nvme_path"]}
@@ -90,13 +108,14 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         "infinity": {"pinned_bytes_max": order["pinned_bytes_max"]},
     }
     torch.manual_seed(0)
+    shape = config_for(parse_count(order["params"]), order["context"], checkpoint_activations=True)
     with infinity.init_empty():
-        model = GPT(config_for(parse_count(order["params"]), order["context"], checkpoint_activations=True))
+        model = GPT(shape)
     engine = infinity.initialize(model=model, config=config)[0]
     size = order["batch_size"], order["context"] + 1
     batch = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0)).to(engine.device)
-    seconds = []
-    for _ in range(2 + order["steps"]):
+
+    def step() -> float:
         began = time.perf_counter()
         logits = engine(batch[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -106,8 +125,10 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
             engine.swap.stager.settle_all()
         if on_gpu:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    taken = statistics.median(seconds[2:])
+        return time.perf_counter() - began
+
+    seconds = [step() for _ in range(order["first_steps"] + order["steps"])]
+    taken = statistics.median(seconds[order["first_steps"] :])
     tokens = order["batch_size"] * order["context"]
     line = {"what": "gpu_step", "params": order["params"], "way": order["way"], "numel": engine.numel}
     line |= {"device": torch.cuda.get_device_name() if on_gpu else "none: rehearsed on the CPU", **machine()}
@@ -118,7 +139,9 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         "context": order["context"],
     }
     if on_gpu:
-        line["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        line |= {"peak_device_bytes": torch.cuda.max_memory_allocated(), "device_bytes_max": order["device_bytes_max"]}
+        line |= profiled(step)
+    line["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if engine.swap is not None:
         rates = measure_drive(order["nvme_path"], nbytes=256 * MIB, rounds=2)
         lower_bound = engine.step_lower_bound_seconds(
@@ -134,22 +157,69 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
             "pinned_bytes": engine.swap.stats().pinned_bytes,
             "late_copies": ahead.late if ahead is not None else None,
         }
+        line["floor_seconds"] = max(lower_bound, line.get("compute_seconds", 0.0))
+        options = engine.swap.paging.options
+        scheme = Scheme(options.master_weights, options.update, speculative=options.speculative)
+        line["planned"] = planned(shape, order["batch_size"], scheme, line["pinned_bytes"], device_is_host=not on_gpu)
     engine.close()
     return line
+
+
+def profiled(step: Callable[[], float]) -> dict[str, Any]:
+    """Seconds of kernels and copies in one step."""
+    import torch
+    from overlap import exposed, length, on_the_gpu
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        taken = step()
+    kernels, h2d, d2h = on_the_gpu(profiler.events() or ())
+    torch.cuda.synchronize()
+    return {
+        "profiled_seconds": taken,
+        "compute_seconds": length(kernels) / 1e6,
+        "h2d": {"seconds": length(h2d) / 1e6, "exposed": exposed(h2d, kernels) / 1e6},
+        "d2h": {"seconds": length(d2h) / 1e6, "exposed": exposed(d2h, kernels) / 1e6},
+    }
+
+
+def planned(
+    shape: GPTConfig, samples: int, scheme: Scheme, pinned_bytes: int, *, device_is_host: bool
+) -> dict[str, int]:
+    """Bytes of each tier that `infinity-bench plan` would foretell; `peak_device_bytes` counts no CUDA context."""
+    from gpt import VOCABULARY
+
+    from infinity.plan.estimate import memory_of
+    from infinity.plan.strategy import STRATEGIES
+    from infinity.plan.transformer import dense_transformer
+    from infinity.plan.work import Work
+
+    model = dense_transformer(
+        layers=shape.layers, hidden=shape.hidden_size, heads=shape.heads, seq=shape.context, vocab=VOCABULARY
+    )
+    work = Work(model, samples=samples, clipping=False, scheme=scheme)
+    memory = memory_of(work, STRATEGIES[-1], pinned_bytes=pinned_bytes, device_is_host=device_is_host)
+    return {"device": sum(memory.device.values()), "host": sum(memory.host.values()), "nvme": memory.nvme_bytes}
 
 
 def show(lines: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("parameters", "way", "s per step", "tokens/s", "of the lower bound", "peak on the device")
+    table = Table("parameters", "way", "samples", "s per step", "tokens/s", "of the lower bound", "peak on the device")
     for line in lines:
         if "failed" in line:
-            table.add_row(line["params"], line["way"], line["failed"], "", "", "")
+            table.add_row(line["params"], line["way"], str(line["batch_size"]), line["failed"], "", "", "")
             continue
         share, peak = line.get("share_of_drive_lower_bound"), line.get("peak_device_bytes")
         cells = [f"{line['seconds']:.2f}", f"{line['tokens_per_s']:.0f}", "" if share is None else f"{share:.0%}"]
-        table.add_row(line["params"], line["way"], *cells, "" if peak is None else f"{peak / 2**30:.1f} GiB")
+        table.add_row(
+            line["params"],
+            line["way"],
+            str(line["batch_size"]),
+            *cells,
+            "" if peak is None else f"{peak / 2**30:.1f} GiB",
+        )
     Console().print(table)
 
 
