@@ -6,9 +6,9 @@ Each size and way runs in a process of its own; one that doesn't fit says so and
 per run; with --save these are appended to bench/results/gpu_step.jsonl. Without a GPU it rehearses on the CPU: give it small
 sizes.
 
-`compute_seconds` is for how long the GPU runs kernels in a step, `floor_seconds` the larger of that and what the drive needs
-for the step's bytes. `h2d` and `d2h` are seconds of copies, and how many of them pass while nothing is computed ("exposed"),
-seen by torch's profiler in one more step.
+`compute_seconds` is for how long the GPU runs kernels in a step, `drive_seconds` what the drive needs for the step's bytes
+while it reads and writes, `floor_seconds` the larger of the two. `h2d` and `d2h` are seconds of copies, and how many of them
+pass while nothing is computed ("exposed"), seen by torch's profiler in one more step.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
             "pinned_bytes": engine.swap.stats().pinned_bytes,
             "late_copies": ahead.late if ahead is not None else None,
         }
-        line["floor_seconds"] = max(lower_bound, line.get("compute_seconds", 0.0))
+        line["drive_seconds"] = sum(line["step_bytes"]) / rates.mixed_bytes_per_s
+        line["floor_seconds"] = max(line["drive_seconds"], line.get("compute_seconds", 0.0))
         options = engine.swap.paging.options
         scheme = Scheme(options.master_weights, options.update, speculative=options.speculative)
         line["planned"] = planned(shape, order["batch_size"], scheme, line["pinned_bytes"], device_is_host=not on_gpu)
