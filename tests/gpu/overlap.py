@@ -15,12 +15,15 @@ def on_the_gpu(events: Iterable[Any]) -> tuple[Intervals, Intervals, Intervals]:
     h2d: Intervals = []
     d2h: Intervals = []
     for event in events:
-        named = event.is_user_annotation or event.name.startswith("FSDP::")
-        if event.device_type.name != "CUDA" or named:
+        if event.device_type.name != "CUDA" or event.is_user_annotation or event.name.startswith("FSDP::"):
             continue
-        kind = h2d if "HtoD" in event.name else d2h if "DtoH" in event.name else kernels
-        if kind is not kernels or not event.name.startswith(("Memcpy", "Memset")):
-            kind.append((event.time_range.start, event.time_range.end))
+        span = event.time_range.start, event.time_range.end
+        if "HtoD" in event.name:
+            h2d.append(span)
+        elif "DtoH" in event.name:
+            d2h.append(span)
+        elif not event.name.startswith(("Memcpy", "Memset")):
+            kernels.append(span)
     return kernels, h2d, d2h
 
 

@@ -179,7 +179,8 @@ def test_past_host_memory_is_the_same_bit_for_bit(nvme_path: Path) -> None:
 
 
 def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path) -> None:
-    """In an evaluation whose compute parameters stay staged: there no drive is waited for."""
+    """In an evaluation whose compute parameters stay staged: there no drive is waited for. A training step is asked the
+    same on a drive that is never late: tests/device/test_training.py."""
     numel, context, rows = (1_000_000_000, 1024, 16) if ON_GPU else (100_000, 16, 2)
     with engine_for(numel, context, nvme_path) as engine, torch.no_grad():
         engine.eval()
@@ -196,15 +197,13 @@ def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path
             torch.cuda.synchronize()
         late = engine.swap.paging.parameters.ahead.late - late
     kernels, copies, _ = on_the_gpu(profiler.events() or ())
-    span = max(end for _, end in kernels + copies) - min(begin for begin, _ in kernels + copies)
-    not_hidden = exposed(copies, kernels)
     print(
-        f"{span:.0f} us, of which computed {length(kernels):.0f} us, copied {length(copies):.0f} us, of these exposed "
-        f"{not_hidden:.0f} us; {late} late"
+        f"late {late}, computed {length(kernels):.0f} us, copied {length(copies):.0f} us, of these exposed "
+        f"{exposed(copies, kernels):.0f} us"
     )
     assert length(copies) > 0, "the profiler saw no copy"
     assert late <= 2, "groups that were not on their way when they were asked for"
-    assert not_hidden <= 0.25 * span, "copies that keep the GPU waiting"
+    assert exposed(copies, kernels) <= 0.1 * length(copies)
 
 
 def test_peak_device_memory_is_within_the_bound(nvme_path: Path) -> None:
