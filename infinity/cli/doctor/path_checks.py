@@ -113,7 +113,9 @@ def check_drive(section: Section, path: Path) -> None:
         _check_disk(section, disk)
     if drive.device:
         _check_queue(section, drive, drive.queue)
-        section.add("block_size", Mark.INFO, f"{format_bytes(block_bytes)} to begin with, from the largest request")
+        section.add(
+            "block_size", Mark.INFO, f"{format_bytes(block_bytes)} to begin with: the largest request, up to 1 MiB"
+        )
 
 
 def _check_file_system(section: Section, drive: Drive) -> None:
