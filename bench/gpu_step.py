@@ -1,10 +1,11 @@
 """Training steps on one GPU: in its own memory, with host memory, with NVMe; tokens per second beside the drives' lower bound.
 
     python bench/gpu_step.py --params 1B,7B --ways device,host,nvme --nvme-path /local_nvme --save
+    python bench/gpu_step.py --params 1B --ways nvme,deepspeed-nvme,host,deepspeed-host      # where deepspeed is installed
 
 Each size and way runs in a process of its own; one that doesn't fit says so and the rest go on. Prints a table and a JSON line
 per run; with --save these are appended to bench/results/gpu_step.jsonl. Without a GPU it rehearses on the CPU: give it small
-sizes.
+sizes. DeepSpeed runs with the options of bench/step_worker.py.
 
 `compute_seconds` is for how long the GPU runs kernels in a step, `drive_seconds` what the drive needs for the step's bytes
 while it reads and writes, `floor_seconds` the larger of the two. `h2d` and `d2h` are seconds of copies, and how many of them
@@ -14,6 +15,7 @@ pass while nothing is computed ("exposed"), seen by torch's profiler in one more
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import resource
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "examples"), str(HERE.parent / "tests" / "gpu")]
 WAYS = ("device", "host", "nvme")
+OF_DEEPSPEED = {"deepspeed-host": "cpu", "deepspeed-nvme": "nvme"}  # the way, and where it offloads to
 
 
 def main() -> int:
@@ -45,13 +48,28 @@ def main() -> int:
     parser.add_argument("--first-steps", type=int, default=2, help="that don't count (default: %(default)s)")
     parser.add_argument("--device-bytes-max", default=None, help="as if the GPU had no more memory, as in 24GiB")
     parser.add_argument("--pinned-bytes-max", default="auto")
+    parser.add_argument("--moments-dtype", default="fp32", choices=("fp32", "bf16", "8bit"))
+    parser.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute activations in the backward (default: %(default)s; DeepSpeed 0.19.8 can't with parameters on NVMe)",
+    )
+    parser.add_argument(
+        "--drive-trial-seconds", type=float, default=3.0, help="each way, to measure the drive (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--drive-file-mib", type=int, default=4096, help="that it is measured on (default: %(default)s)"
+    )
+    parser.add_argument("--trace-dir", help="gets a trace of one more step of each run on NVMe: see docs/timeline.md")
     parser.add_argument("--timeout-seconds", type=float, default=240.0, help="of one run")
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        print(json.dumps(measure(json.loads(asked.worker))))
+        order = json.loads(asked.worker)
+        print(json.dumps((measure_deepspeed if order["way"] in OF_DEEPSPEED else measure)(order)))
         return 0
     lines = []
     for size in asked.params.split(","):
@@ -85,17 +103,13 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     """What a step takes (seconds, bytes), and what it could."""
     import torch
     from gpt import GPT, config_for
-    from results import machine
 
     import infinity
     from infinity.drive.measure import measure_drive
-    from infinity.schedule.scheme import Scheme
-    from infinity.units import MIB, parse_bytes, parse_count
+    from infinity.schedule.scheme import MOMENT_BYTES_OF, Scheme
+    from infinity.units import MIB, parse_count
 
-    on_gpu = torch.cuda.is_available()
-    if on_gpu and order["device_bytes_max"] is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(parse_bytes(order["device_bytes_max"]) / total)
+    on_gpu = limit_device(order)
     where = {"device": "none"}
     if order["way"] != "device":
         where = {"device": "cpu"} if order["way"] == "host" else {"device": "nvme", "nvme_path": order["nvme_path"]}
@@ -105,10 +119,10 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where},
-        "infinity": {"pinned_bytes_max": order["pinned_bytes_max"]},
+        "infinity": {"pinned_bytes_max": order["pinned_bytes_max"], "moments_dtype": order["moments_dtype"]},
     }
     torch.manual_seed(0)
-    shape = config_for(parse_count(order["params"]), order["context"], checkpoint_activations=True)
+    shape = config_for(parse_count(order["params"]), order["context"], checkpoint_activations=order["checkpointing"])
     with infinity.init_empty():
         model = GPT(shape)
     engine = infinity.initialize(model=model, config=config)[0]
@@ -127,43 +141,102 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    seconds = [step() for _ in range(order["first_steps"] + order["steps"])]
-    taken = statistics.median(seconds[order["first_steps"] :])
-    tokens = order["batch_size"] * order["context"]
-    line = {"what": "gpu_step", "params": order["params"], "way": order["way"], "numel": engine.numel}
-    line |= {"device": torch.cuda.get_device_name() if on_gpu else "none: rehearsed on the CPU", **machine()}
-    line |= {
-        "seconds": taken,
-        "tokens_per_s": tokens / taken,
-        "batch_size": order["batch_size"],
-        "context": order["context"],
-    }
+    line = labelled(order, engine.numel, timed(order, step))
     if on_gpu:
         line |= {"peak_device_bytes": torch.cuda.max_memory_allocated(), "device_bytes_max": order["device_bytes_max"]}
         line |= profiled(step)
     line["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if engine.swap is not None:
-        rates = measure_drive(order["nvme_path"], nbytes=256 * MIB, rounds=2)
+        # As long as a step, as drives may be faster in bursts.
+        rates = measure_drive(
+            order["nvme_path"], nbytes=order["drive_file_mib"] * MIB, rounds=1, seconds=order["drive_trial_seconds"]
+        )
         lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=0.0, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
         ahead = engine.swap.paging.parameters.ahead
         line |= {
             "drive_lower_bound_seconds": lower_bound,
-            "share_of_drive_lower_bound": lower_bound / taken,
+            "share_of_drive_lower_bound": lower_bound / line["seconds"],
             "step_bytes": engine.swap.step_bytes(),
         }
         line |= {
             "pinned_bytes": engine.swap.stats().pinned_bytes,
             "late_copies": ahead.late if ahead is not None else None,
         }
+        line["drive"] = vars(rates)
         line["drive_seconds"] = sum(line["step_bytes"]) / rates.mixed_bytes_per_s
+        if order["trace_dir"] is not None:
+            engine.start_trace()
+            step()
+            engine.stop_trace(Path(order["trace_dir"]) / f"step-{order['params']}-{order['batch_size']}.json")
         line["floor_seconds"] = max(line["drive_seconds"], line.get("compute_seconds", 0.0))
         options = engine.swap.paging.options
-        scheme = Scheme(options.master_weights, options.update, speculative=options.speculative)
+        moment_bytes = MOMENT_BYTES_OF[order["moments_dtype"]]
+        scheme = Scheme(
+            options.master_weights, options.update, moment_bytes=moment_bytes, speculative=options.speculative
+        )
         line["planned"] = planned(shape, order["batch_size"], scheme, line["pinned_bytes"], device_is_host=not on_gpu)
     engine.close()
     return line
+
+
+def measure_deepspeed(order: dict[str, Any]) -> dict[str, Any]:
+    """The same model's step in DeepSpeed's ZeRO-3."""
+    import torch
+    from step_worker import deepspeed_way
+
+    from infinity.units import parse_count
+
+    on_gpu = limit_device(order)
+    more = {"numel": parse_count(order["params"]), "accumulation": 1, "clipping": 0.0, "dtype": "bf16"}
+    with contextlib.redirect_stdout(sys.stderr):  # where it prints what it does
+        passes = deepspeed_way({**order, **more, "offload": OF_DEEPSPEED[order["way"]]})
+        measured: list[dict[str, Any]] = []
+
+        def step() -> float:
+            began = time.perf_counter()
+            measured.append(passes())
+            if on_gpu:
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        seconds = timed(order, step)
+    line = labelled(order, measured[-1]["numel"], seconds)
+    if on_gpu:
+        line |= {"peak_device_bytes": torch.cuda.max_memory_allocated(), "device_bytes_max": order["device_bytes_max"]}
+    return line | {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def limit_device(order: dict[str, Any]) -> bool:
+    """Leaves this process as much of the GPU's memory as was asked for; whether there is a GPU."""
+    import torch
+
+    from infinity.units import parse_bytes
+
+    if torch.cuda.is_available() and order["device_bytes_max"] is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(order["device_bytes_max"]) / total)
+    return torch.cuda.is_available()
+
+
+def timed(order: dict[str, Any], step: Callable[[], float]) -> float:
+    """Seconds of a step: the median of those that count."""
+    seconds = [step() for _ in range(order["first_steps"] + order["steps"])]
+    return statistics.median(seconds[order["first_steps"] :])
+
+
+def labelled(order: dict[str, Any], numel: int, seconds: float) -> dict[str, Any]:
+    """What was measured, where, and how long a step took."""
+    import torch
+    from results import machine
+
+    on_gpu = torch.cuda.is_available()
+    line = {"what": "gpu_step", "params": order["params"], "way": order["way"], "numel": numel}
+    line |= {"device": torch.cuda.get_device_name() if on_gpu else "none: rehearsed on the CPU", **machine()}
+    tokens = order["batch_size"] * order["context"]
+    line |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
+    return line | {name: order[name] for name in ("batch_size", "context", "checkpointing", "moments_dtype")}
 
 
 def profiled(step: Callable[[], float]) -> dict[str, Any]:

@@ -163,7 +163,10 @@ _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
 
 
 def deepspeed_way(order: dict[str, Any]) -> Step:
-    """DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe ("deepspeed"), with options that were fast for it here."""
+    """DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe ("deepspeed"), with options that were fast for it here.
+
+    `order["offload"]`: "cpu" leaves both in host memory. `order["checkpointing"]`: recompute activations in the backward.
+    """
     import deepspeed
     import torch
     from gpt import GPT, config_for
@@ -171,9 +174,10 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", "29611")
     torch.manual_seed(0)
-    model = GPT(config_for(order["numel"], order["context"]))
+    shape = config_for(order["numel"], order["context"], checkpoint_activations=order.get("checkpointing", False))
+    model = GPT(shape)
     largest = max(p.numel() for p in model.parameters())
-    place = {"device": "nvme", "nvme_path": order["nvme_path"], "pin_memory": True}
+    place = {"device": order.get("offload", "nvme"), "nvme_path": order["nvme_path"], "pin_memory": True}
     config = {
         "train_micro_batch_size_per_gpu": order["batch_size"],
         "gradient_accumulation_steps": order["accumulation"],
@@ -197,7 +201,7 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "aio": {"block_size": 8 << 20, "queue_depth": 128, "intra_op_parallelism": 2, "overlap_events": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    batches = _batches(order)
+    batches = [batch.to(engine.device) for batch in _batches(order)]
 
     def backward(loss: Any) -> None:
         engine.backward(loss)
