@@ -191,10 +191,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     logging.getLogger("transformers").setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group("gloo" if not torch.cuda.is_available() else None)
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         with model_folder(asked) as (folder, make_seconds):
             tokens = load_tokens(asked, folder)
