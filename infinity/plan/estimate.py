@@ -324,9 +324,10 @@ def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]
 def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
     """By group: how often a micro-batch reads its compute parameters less if they stay staged, as the engine counts it."""
     gathers = [2] * (len(work.group_shards) - 1) + [1]  # the root stays gathered
-    in_backward = strategy.update_of(work.scheme) == "backward" and work.scheme.compute_is_state()
+    in_backward = strategy.update_of(work.scheme) == "backward"
+    completes = work.scheme.compute_is_state()
     return [
-        spared_reads(times, trained=True, in_place=in_backward and not left)
+        spared_reads(times, trained=True, in_backward=in_backward and not left, completes=completes)
         for times, left in zip(gathers, work.left_to_forward(strategy), strict=True)
     ]
 

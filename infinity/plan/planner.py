@@ -97,9 +97,8 @@ class Plan:
             return 0, 0
         early = updated_in_backward(self.work, self.strategy, self.cache)
         read, written = self.work.scheme.discarded_bytes
-        # Where compute parameters stay staged, and are made there, there is no read of a gather to be spared.
-        is_spared = not self.work.scheme.compute_is_state()
-        not_spared = 0 if is_spared else COMPUTE_BYTES * sum(early[group] for group in self.pipeline.staying)
+        # Where compute parameters stay staged there is no read of a gather to be spared.
+        not_spared = COMPUTE_BYTES * sum(early[group] for group in self.pipeline.staying)
         return math.ceil(read * sum(early)) + not_spared, math.ceil(written * sum(early))
 
     def discarding_seconds(self) -> float:

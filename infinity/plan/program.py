@@ -231,8 +231,8 @@ class _ProgramOfRank:
         )
 
     def _is_renewed(self, group: int) -> bool:
-        """Whether the update makes compute parameters where they lie, if they stay staged."""
-        return self._work.scheme.compute_is_state() and self._in_backward[group] == self._shards[group]
+        """Whether new compute parameters take the place of the old ones in the backward, if these stay staged."""
+        return self._in_backward[group] == self._shards[group]
 
     def _stays_gathered(self, group: int, *, backward: bool) -> bool:
         return backward and (group == self._root or self._strategy.stage < 3)

@@ -122,13 +122,15 @@ def choose_evenly(unit_bytes: Sequence[int], bytes_max: int) -> list[int]:
     return stay
 
 
-def spared_reads(gathers: int, *, trained: bool, in_place: bool) -> int:
+def spared_reads(gathers: int, *, trained: bool, in_backward: bool, completes: bool) -> int:
     """How often a step that gathers a compute parameter so often reads it less if it stays staged.
 
-    `in_place`: an update in the backward makes it where it lies. (Without that the update reads what the backward doesn't
-    gather.)
+    `in_backward`: an update there puts the new one in its place. `completes`: as it is a part of the master; then the update
+    reads what the backward doesn't gather.
     """
-    return max(gathers, 2) if in_place else gathers - trained
+    if in_backward:
+        return max(gathers, 2) if completes else gathers
+    return gathers - trained
 
 
 def choose_staying(unit_bytes: Sequence[int], spared_reads: Sequence[int], bytes_max: int) -> list[int]:

@@ -195,6 +195,14 @@ class PagedGroup:
         return self.chunk if any(sub.gathers_from_nvme and sub.layout.split for sub in self.members) else None
 
     @property
+    def renewed(self) -> Chunk | None:
+        """What an update in the backward puts new compute parameters into: what completes its masters, or what is staged for
+        good."""
+        if self.chunk is not None and self.stays and self.chunk.state is ChunkState.STAGED and not self.chunk.early:
+            return self.chunk
+        return self.completes
+
+    @property
     def sharded_module(self) -> FSDPModule | None:
         """The module that FSDP2 gathers it for; None before the model is paged, or once it is gone."""
         return cast("FSDPModule | None", self.module()) if self.module is not None else None

@@ -195,7 +195,8 @@ class PendingUpdates:
     def applying(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
         """Around the updates, to stay, of members of a group whose gradients came: see [Note: Updates in the backward].
 
-        The lease holds the group's compute parameters, where its masters need them. Raises IoError when a transfer failed.
+        The lease holds the group's compute parameters, where its masters need them or they stay. Raises IoError when a transfer
+        failed.
         After any failure the values are torn.
         """
         with self._health.change("an update in the backward"):
@@ -208,10 +209,10 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """The lease of a group's compute parameters, where the masters need these. Afterwards it holds what the updates made,
-        `early`, where the group stays; else it is forgotten."""
+        """The lease of a group's compute parameters, where the masters need these or the group stays. Afterwards it holds what
+        the updates made, `early`, where the group stays; else it is forgotten."""
         assert group.updated_in_backward and not any(sub in self._pending for sub in updated)
-        chunk, stager = group.completes, self._stager
+        chunk, stager = group.renewed, self._stager
         compute = stager.acquire(chunk) if chunk is not None else None
         stays = False
         try:

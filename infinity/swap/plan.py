@@ -218,10 +218,11 @@ def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: i
     trained = [sub for sub in members if sub.trained]
     if not any(shard.trained for shard in layout.shards):
         return 0
-    in_place = bool(trained) and options.update_of(group) == "backward" and all(sub.split for sub in trained)
+    in_backward = bool(trained) and options.update_of(group) == "backward"
     if options.speculative:
-        in_place = in_place and all(is_speculative(layout, sub, options) for sub in trained)
-    return spared_reads(gathers, trained=bool(trained), in_place=in_place)
+        in_backward = in_backward and all(is_speculative(layout, sub, options) for sub in trained)
+    completes = any(sub.split for sub in trained)
+    return spared_reads(gathers, trained=bool(trained), in_backward=in_backward, completes=completes)
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

@@ -127,14 +127,14 @@ def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: float,
 @pytest.mark.parametrize("scheme", [*SCHEMES, *SPECULATIVE], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_what_stays_staged_is_read_once_or_never(scheme: Scheme, micro_batches: int) -> None:
-    """Once where it is made elsewhere than in its lease, and not for a gather."""
+    """Once where it is made after the backward, and not for a gather."""
     work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=micro_batches, gradient_bytes_max=UNBOUNDED)
     *blocks, root = work.group_shards
     pool = pool_in_which_nothing_stays(work) + 2 * work.shard_numel + MIB
     plan = plan_step(work, NODE, ALL_NVME, pinned_bytes=pool, cache_bytes=0)
     assert plan.pipeline.staying >= {*range(len(blocks))}
-    in_place = scheme.update == "backward" and scheme.master_weights == "split"
-    per_element = 10 if in_place else 12 if scheme.update == "forward" else 14
+    state = 10 if scheme.master_weights == "split" else 12  # without compute parameters
+    per_element = state if scheme.update == "backward" else 12 if scheme.update == "forward" else 14
     of_root = 2 * micro_batches * root  # it is gathered once by each
     assert plan.simulated is not None
     assert 0 <= plan.simulated.read_bytes + 1e4 - per_element * work.shard_numel <= of_root + 2e4
@@ -156,7 +156,11 @@ def test_a_pool_grows_for_what_stays_within_a_quarter_of_the_memory() -> None:
 
 @given(scheme=st.sampled_from([*SCHEMES, *SPECULATIVE]), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
 def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: float) -> None:
-    """Written is what isn't kept, whole; and a step never moves more for keeping more."""
+    """Written is what isn't kept, whole; and a step never moves more for keeping more.
+
+    (Of full masters the group in which the cache ends, as what is cached of it can't be speculative, may be read once where it
+    would have stayed staged: what a cache of its compute parameters spares is their writes.)
+    """
     count = 1 if scheme.update == "backward" and not scheme.speculative else micro_batches
     work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=count)
     none, some = (
@@ -166,7 +170,10 @@ def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: fl
     stored = sum(ALL_NVME.stored_bytes(scheme)) * work.shard_numel
     assert some.cache.nbytes <= share * 12 * work.shard_numel
     assert some.simulated.written_bytes == pytest.approx(stored - some.cache.nbytes, rel=1e-6, abs=1e4)
-    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6)
+    once = 2 * max(work.group_shards) if scheme.speculative and scheme.master_weights == "full" else 0
+    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6) + once
+    moved_less = none.simulated.written_bytes - some.simulated.written_bytes
+    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6) + moved_less
     on_nvme, less = (sum(n for user, n in plan.memory.nvme.items() if user != SECOND_SLOT) for plan in (none, some))
     assert less == pytest.approx(on_nvme - some.cache.nbytes, rel=1e-6, abs=1e4)
     assert some.memory.nvme.get(SECOND_SLOT, 0) <= less + 1e4
@@ -287,7 +294,7 @@ def test_a_discarded_step_reads_and_writes_the_state_of_what_was_updated_ahead_a
     assert plan.discarding_seconds() >= plan.step_seconds * (1 - 1e-6)
     if not share:
         stored = sum(ALL_NVME.stored_bytes(scheme))
-        per_element = 12 if plan.pipeline.staying and scheme.compute_is_state() else 10
+        per_element = 12 if plan.pipeline.staying else 10  # else the next forward spares the read of a gather
         assert [read, written] == pytest.approx([per_element * work.shard_numel, stored * work.shard_numel], rel=1e-6)
 
 

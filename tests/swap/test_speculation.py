@@ -162,8 +162,9 @@ def test_whatever_the_step_does_the_numbers_are_those_of_memory(
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("factor", [ACCEPTED, CLIPPED, SKIPPED])
+@pytest.mark.parametrize("masters", ["split", "full"])
 def test_what_stays_is_the_step_befores_until_the_step_accepts_it(
-    factor: float | None, share: float, nvme_path: Path
+    masters: str, factor: float | None, share: float, nvme_path: Path
 ) -> None:
     """Whoever looks between backward and step sees the old values; whoever looks after it, those that the step made."""
     memory, looks = sharded(), []
@@ -178,7 +179,7 @@ def test_what_stays_is_the_step_befores_until_the_step_accepts_it(
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         nvme = sharded()
         with staying(share):
-            swap.page(nvme, options())
+            swap.page(nvme, options(master_weights=masters))
         optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
         for factors in ([ACCEPTED], [factor], [ACCEPTED]):
             steps = [train(model, each, factors) for model, each in ((memory, oracle), (nvme, optimizer))]
@@ -194,7 +195,7 @@ def test_what_stays_is_the_step_befores_until_the_step_accepts_it(
     assert torch.equal(looks[0], looks[1]) == (factor is SKIPPED)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_a_transfer_that_fails_leaves_the_step_before_or_refuses(seed: int, nvme_path: Path) -> None:
     factors = [ACCEPTED, CLIPPED, ACCEPTED, ACCEPTED, CLIPPED, ACCEPTED]
     memory = sharded()
@@ -204,7 +205,7 @@ def test_a_transfer_that_fails_leaves_the_step_before_or_refuses(seed: int, nvme
     swap = infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB", faults=faults)
     with contextlib.suppress(OSError), swap:  # suppressed: a write that fails at the end
         nvme = sharded()
-        swap.page(nvme, options())
+        swap.page(nvme, options(master_weights="split" if seed < 12 else "full"))
         optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
         done, failed = 0, 0
         while done < len(factors):
