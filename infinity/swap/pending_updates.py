@@ -196,8 +196,7 @@ class PendingUpdates:
         """Around the updates, to stay, of members of a group whose gradients came: see [Note: Updates in the backward].
 
         The lease holds the group's compute parameters, where its masters need them or they stay. Raises IoError when a transfer
-        failed.
-        After any failure the values are torn.
+        failed. After any failure the values are torn.
         """
         with self._health.change("an update in the backward"):
             if group.cached is not None:
