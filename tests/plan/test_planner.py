@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
@@ -155,11 +155,13 @@ def test_a_pool_grows_for_what_stays_within_a_quarter_of_the_memory() -> None:
 
 
 @given(scheme=st.sampled_from([*SCHEMES, *SPECULATIVE]), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
+@example(scheme=SPECULATIVE[0], micro_batches=1, share=0.0078125)
+@example(scheme=SPECULATIVE[1], micro_batches=1, share=0.125)
 def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: float) -> None:
-    """Written is what isn't kept, whole; and a step never moves more for keeping more.
+    """Written is what isn't kept, whole; and a step never reads more for keeping more.
 
-    (Of full masters the group in which the cache ends, as what is cached of it can't be speculative, may be read once where it
-    would have stayed staged: what a cache of its compute parameters spares is their writes.)
+    But for the group in which the cache ends, where updates are speculative, which those of what is cached can't be: a group
+    that is updated in two parts does not stay staged, and its compute parameters are read once.
     """
     count = 1 if scheme.update == "backward" and not scheme.speculative else micro_batches
     work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=count)
@@ -170,10 +172,8 @@ def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: fl
     stored = sum(ALL_NVME.stored_bytes(scheme)) * work.shard_numel
     assert some.cache.nbytes <= share * 12 * work.shard_numel
     assert some.simulated.written_bytes == pytest.approx(stored - some.cache.nbytes, rel=1e-6, abs=1e4)
-    once = 2 * max(work.group_shards) if scheme.speculative and scheme.master_weights == "full" else 0
+    once = 2 * max(work.group_shards) if scheme.speculative else 0
     assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6) + once
-    moved_less = none.simulated.written_bytes - some.simulated.written_bytes
-    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6) + moved_less
     on_nvme, less = (sum(n for user, n in plan.memory.nvme.items() if user != SECOND_SLOT) for plan in (none, some))
     assert less == pytest.approx(on_nvme - some.cache.nbytes, rel=1e-6, abs=1e4)
     assert some.memory.nvme.get(SECOND_SLOT, 0) <= less + 1e4
