@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity.cli.program import run_program
+
 if TYPE_CHECKING:
     from gpt import GPTConfig
 
@@ -41,7 +43,12 @@ OF_DEEPSPEED = {"deepspeed-host": "cpu", "deepspeed-nvme": "nvme"}  # the way, a
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--params", default="1B", help="sizes, with commas between (default: %(default)s)")
-    parser.add_argument("--ways", default=",".join(WAYS), help="with commas between (default: %(default)s)")
+    parser.add_argument(
+        "--ways",
+        type=ways,
+        default=",".join(WAYS),
+        help=f"with commas between; {', '.join(OF_DEEPSPEED)}, too (default: %(default)s)",
+    )
     parser.add_argument("--batch-sizes", default="8", help="with commas between (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=3, help="that count")
@@ -58,23 +65,36 @@ def main() -> int:
     parser.add_argument(
         "--drive-trial-seconds", type=float, default=3.0, help="each way, to measure the drive (default: %(default)s)"
     )
-    parser.add_argument(
-        "--drive-file-mib", type=int, default=4096, help="that it is measured on (default: %(default)s)"
-    )
+    parser.add_argument("--drive-file", default="4GiB", help="that it is measured on (default: %(default)s)")
     parser.add_argument("--trace-dir", help="gets a trace of one more step of each run on NVMe: see docs/timeline.md")
     parser.add_argument("--timeout-seconds", type=float, default=240.0, help="of one run")
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    parser.set_defaults(func=measure_all)
+    return run_program(parser, None)
+
+
+def ways(text: str) -> str:
+    """For argparse: names of ways, with commas between."""
+    if unknown := {*text.split(",")} - {*WAYS, *OF_DEEPSPEED}:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join((*WAYS, *OF_DEEPSPEED))}")
+    return text
+
+
+def measure_all(asked: argparse.Namespace) -> int:
+    """Each size in each way; 1 where none could be measured."""
     if asked.worker:
         order = json.loads(asked.worker)
         print(json.dumps((measure_deepspeed if order["way"] in OF_DEEPSPEED else measure)(order)))
         return 0
+    if asked.trace_dir is not None:
+        Path(asked.trace_dir).mkdir(parents=True, exist_ok=True)
+    options = {name: value for name, value in vars(asked).items() if name != "func"}
     lines = []
     for size in asked.params.split(","):
         for way, batch_size in itertools.product(asked.ways.split(","), asked.batch_sizes.split(",")):
-            order = {**vars(asked), "params": size, "way": way, "batch_size": int(batch_size)}
+            order = {**options, "params": size, "way": way, "batch_size": int(batch_size)}
             lines.append(run(order, asked.timeout_seconds))
             print(json.dumps(lines[-1]), flush=True)
             if asked.save and "failed" not in lines[-1]:
@@ -107,7 +127,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     import infinity
     from infinity.drive.measure import measure_drive
     from infinity.schedule.scheme import MOMENT_BYTES_OF, Scheme
-    from infinity.units import MIB, parse_count
+    from infinity.units import parse_bytes, parse_count
 
     on_gpu = limit_device(order)
     where = {"device": "none"}
@@ -143,14 +163,12 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
 
     line = labelled(order, engine.numel, timed(order, step))
     if on_gpu:
-        line |= {"peak_device_bytes": torch.cuda.max_memory_allocated(), "device_bytes_max": order["device_bytes_max"]}
         line |= profiled(step)
     line["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if engine.swap is not None:
-        # As long as a step, as drives may be faster in bursts.
-        rates = measure_drive(
-            order["nvme_path"], nbytes=order["drive_file_mib"] * MIB, rounds=1, seconds=order["drive_trial_seconds"]
-        )
+        # For as long as a step, as drives may be faster in bursts.
+        trial = {"nbytes": parse_bytes(order["drive_file"]), "rounds": 1, "seconds": order["drive_trial_seconds"]}
+        rates = measure_drive(order["nvme_path"], **trial)
         lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=0.0, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
@@ -203,8 +221,6 @@ def measure_deepspeed(order: dict[str, Any]) -> dict[str, Any]:
 
         seconds = timed(order, step)
     line = labelled(order, measured[-1]["numel"], seconds)
-    if on_gpu:
-        line |= {"peak_device_bytes": torch.cuda.max_memory_allocated(), "device_bytes_max": order["device_bytes_max"]}
     return line | {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
@@ -227,7 +243,7 @@ def timed(order: dict[str, Any], step: Callable[[], float]) -> float:
 
 
 def labelled(order: dict[str, Any], numel: int, seconds: float) -> dict[str, Any]:
-    """What was measured, where, and how long a step took."""
+    """What was measured, where, how long a step took, and the most that it held of the GPU's memory."""
     import torch
     from results import machine
 
@@ -236,6 +252,8 @@ def labelled(order: dict[str, Any], numel: int, seconds: float) -> dict[str, Any
     line |= {"device": torch.cuda.get_device_name() if on_gpu else "none: rehearsed on the CPU", **machine()}
     tokens = order["batch_size"] * order["context"]
     line |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
+    if on_gpu:
+        line |= {"peak_device_bytes": torch.cuda.max_memory_allocated(), "device_bytes_max": order["device_bytes_max"]}
     return line | {name: order[name] for name in ("batch_size", "context", "checkpointing", "moments_dtype")}
 
 
