@@ -271,7 +271,8 @@ class Stager:
         return lease
 
     def recover(self, keep: Iterable[Lease]) -> None:
-        """Free every chunk but those with a lease in `keep`, wherever in this stager an exception came. Raises no IoError.
+        """Free every chunk but those of others, with a lease in `keep`, wherever in this stager an exception came. Raises no
+        IoError. One that has a home keeps that, and nothing in it.
 
         Waits for all transfers of the engine. What was to be written is on the drive after this, or lost (`on_lost`). All
         leases of the pool but `keep` go back.
@@ -279,7 +280,7 @@ class Stager:
         leases = [*keep]
         self._engine.drain()
         for chunk in [*self._leased]:
-            if any(chunk.lease is lease for lease in leases):
+            if chunk.lease is not chunk.home and any(chunk.lease is lease for lease in leases):
                 continue
             if chunk.state is ChunkState.COPYING_FROM_DEVICE:
                 with contextlib.suppress(OSError):  # is told by `on_lost`

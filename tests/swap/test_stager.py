@@ -656,6 +656,22 @@ def test_what_has_a_home_is_staged_there_and_makes_no_room(bench: Bench) -> None
         assert stays.home.held
 
 
+@pytest.mark.parametrize("backend", ["threads"])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_after_an_exception_what_has_a_home_is_read_anew(real: Bench, in_use: bool) -> None:
+    """Whoever changed it where it lies may not have come to his end."""
+    stays, other = real.chunk(), real.chunk()
+    stays.home = real.stager.make_room(PAGE, "home")
+    of_others = real.stager.acquire(other)
+    real.stager.acquire(stays).view(torch.uint8).fill_(5)
+    if not in_use:
+        real.stager.release(stays, keep=True)
+    real.stager.recover([stays.home, of_others])
+    assert stays.state is ChunkState.ON_NVME and stays.home.held
+    assert other.state is ChunkState.IN_USE and of_others.held
+    assert real.read(stays) == [0]
+
+
 def test_least_wanted_is_dropped_first(bench: Bench) -> None:
     chunks = [bench.chunk(2) for _ in range(4)]
     for chunk in chunks:
