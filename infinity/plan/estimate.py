@@ -15,7 +15,7 @@ from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, Work
 from infinity.schedule import pinned
-from infinity.schedule.residency import choose_resident, choose_staying, spared_reads
+from infinity.schedule.residency import choose_resident, choose_staying
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
@@ -324,10 +324,9 @@ def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]
 def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
     """By group: how often a micro-batch reads its compute parameters less if they stay staged, as the engine counts it."""
     gathers = [2] * (len(work.group_shards) - 1) + [1]  # the root stays gathered
-    in_backward = strategy.update_of(work.scheme) == "backward"
-    completes = work.scheme.compute_is_state()
+    scheme, later = work.scheme, replace(work.scheme, update=work.scheme.late)
     return [
-        spared_reads(times, trained=True, in_backward=in_backward and not left, completes=completes)
+        (later if left else scheme).compute_reads(times)
         for times, left in zip(gathers, work.left_to_forward(strategy), strict=True)
     ]
 

@@ -139,8 +139,7 @@ class _ProgramOfRank:
             if updated and in_backward < self._shards[group]:
                 into = group if made and self.group_bytes[group] else None
                 self._update_group(group, self._rest(group, in_backward), into=into)
-            is_staged = group in self._staying and (number > 0 or self._is_renewed(group))
-            self._use(group, backward=False, is_there=made or is_staged)
+            self._use(group, backward=False, is_there=made or group in self._staying)
 
         self._pass((self._root, *range(self._root)), use, self._save)
 
@@ -230,10 +229,6 @@ class _ProgramOfRank:
             )
         )
 
-    def _is_renewed(self, group: int) -> bool:
-        """Whether new compute parameters take the place of the old ones in the backward, if these stay staged."""
-        return self._in_backward[group] == self._shards[group]
-
     def _stays_gathered(self, group: int, *, backward: bool) -> bool:
         return backward and (group == self._root or self._strategy.stage < 3)
 
@@ -247,11 +242,15 @@ class _ProgramOfRank:
         )
 
     def _update_group(self, group: int, part: _Elements, *, into: int | None = None, after: int | None = None) -> None:
-        """The sub-groups of a part of one group. In the backward the compute parameters are staged, if it was gathered there or
-        they stay."""
-        gathered = not self._stays_gathered(group, backward=True) or group in self._staying
+        """The sub-groups of a part of one group. The compute parameters are staged in the backward, if it was gathered there;
+        and where they stay, unless an update of them was discarded."""
+        in_backward = after is not None
+        if group in self._staying:
+            staged = in_backward or not (self._discards and self._in_backward[group])
+        else:
+            staged = in_backward and not self._stays_gathered(group, backward=True)
         read = part.other_state_bytes + self._spilled[group]
-        if self._work.scheme.compute_is_state() and not (after is not None and gathered):
+        if self._work.scheme.compute_is_state() and not staged:
             read += part.compute_bytes
         written = part.compute_bytes + part.other_state_bytes
         muon_seconds = self._muon_seconds[group] * part.numel / self._shards[group]
@@ -260,7 +259,9 @@ class _ProgramOfRank:
     def _step(self) -> None:
         """All sub-groups; those that are cached are spread evenly between the others."""
         compute, other = sum(self._compute_bytes), sum(self._other_state_bytes)
-        read = other + (compute if self._work.scheme.compute_is_state() else 0) + sum(self._spilled)
+        read = other + sum(self._spilled)
+        if self._work.scheme.compute_is_state():
+            read += sum(nbytes for group, nbytes in enumerate(self._compute_bytes) if group not in self._staying)
         self._add_sub_groups(self._work.shard_numel, read, other + compute, sum(self._muon_seconds))
 
     def _add_sub_groups(

@@ -38,10 +38,10 @@ the next candidate.
 [Note: Staying staged]
 A cached byte has no place on NVMe. A byte that *stays* staged has one: it is written there as ever, and its reads alone are
 spared. That goes with all that has to be on the drive: second slots, commits, checkpoints. So whole groups of compute
-parameters stay in what the pool has beyond its pipeline. (Other state is read once a step, and would spare half as much.) What
-an update in the backward makes of them takes the place of the old ones where these lie, and no read is left; what is made later
-is read once. As the passes go over more than the room holds, the same groups stay all the time: those that are read most often,
-and of equals an even share, so that the drive has as much to do in each part of a step.
+parameters stay in what the pool has beyond its pipeline. (Other state is read once a step, and would spare half as much.) An
+update takes the old ones from where they lie and puts the new ones there, and no read is left. As the passes go over more than
+the room holds, the same groups stay all the time: those that are read most often, and of equals an even share, so that the
+drive has as much to do in each part of a step.
 """
 
 from __future__ import annotations
@@ -120,17 +120,6 @@ def choose_evenly(unit_bytes: Sequence[int], bytes_max: int) -> list[int]:
             stay.append(place)
             stay_bytes += nbytes
     return stay
-
-
-def spared_reads(gathers: int, *, trained: bool, in_backward: bool, completes: bool) -> int:
-    """How often a step that gathers a compute parameter so often reads it less if it stays staged.
-
-    `in_backward`: an update there puts the new one in its place. `completes`: as it is a part of the master; then the update
-    reads what the backward doesn't gather.
-    """
-    if in_backward:
-        return max(gathers, 2) if completes else gathers
-    return gathers - trained
 
 
 def choose_staying(unit_bytes: Sequence[int], spared_reads: Sequence[int], bytes_max: int) -> list[int]:

@@ -249,7 +249,7 @@ class PagedGroup:
 
     def point(self, pending: Container[PagedSubGroup]) -> None:
         """From now on, staging the chunk fetches what is gathered of the members but for those `pending`, which their updates
-        copy there."""
+        put there: all of it, unless they take the old ones from there."""
         if self.chunk is None:
             return
         reads, fills = [*self.foreign.reads], [*self.foreign.fills]
@@ -258,7 +258,7 @@ class PagedGroup:
             start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
             if location.tensor is not None:
                 fills.append((start, location.tensor))
-            elif sub not in pending:
+            elif sub not in pending or (self.stays and sub.layout.split):
                 reads.append(Span(sub.extent.offset + location.offset, start, location.nbytes))
         self.chunk.reads, self.chunk.fills = tuple(reads), tuple(fills)
 
@@ -266,12 +266,9 @@ class PagedGroup:
         """Drop the staged compute parameters, which are about to be stale, whoever was to gather them. Cached ones are about to
         change: the device has copied them after this.
 
-        FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered. It
-        frees what it still has gathered where the chunk is staged.
+        FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
-        module = self.sharded_module
-        if self.lodges and module is not None and not is_running(module):
-            module.reshard()
+        self.free_lodged()
         self.delivery.forget_delivery()
         if self.cached is not None:
             self.delivery.wait_copied()
@@ -288,6 +285,12 @@ class PagedGroup:
             assert self.chunk is not None
             stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)
         self.delivery.forget_delivery()
+
+    def free_lodged(self) -> None:
+        """FSDP2 frees what it still has gathered where the chunk is staged, which is about to change."""
+        module = self.sharded_module
+        if self.lodges and module is not None and not is_running(module):
+            module.reshard()
 
     def forget_resident(self) -> None:
         """What stays in host memory is about to change: what the device was given is stale, and it has copied it after this."""

@@ -8,6 +8,9 @@ own; or when a range of it is read or written (checkpoints, state_dict, a look a
 the update needs (gradient, hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an
 update at once.
 
+The lease of a group that stays staged has the old compute parameters until then. So the update takes them from there and puts
+the new ones there, and the rest of the state alone is read.
+
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
 be updated as soon as its gradients are reduced, and they need no memory beyond that (but every fourth group's wait for the next
@@ -25,7 +28,6 @@ from operator import itemgetter
 import torch
 
 from infinity.aio import Lease
-from infinity.store.layout import Field
 from infinity.swap.chunk import ChunkState, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
@@ -86,18 +88,22 @@ class PendingUpdates:
         """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait]; those `accepted`
         were.
 
-        What is staged of a group is forgotten unless it is what the group has now; of a sub-group, only what the update can't
-        use. No sub-group waits for another update.
+        What is staged of a group is forgotten unless it is what the group has now, and stays where that is about to change; of
+        a sub-group, only what the update can't use. No sub-group waits for another update.
         """
         assert not self._pending
         stager = self._stager
         for group in self._groups:
-            if _is_staged_as_accepted(group, accepted) and not any(sub in updates for sub in group.members):
+            waits = any(sub in updates for sub in group.members)
+            if waits:
+                self._check_unwritten(group)
+            if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
+                if waits:
+                    group.free_lodged()
                 group.end_gather(stager)
                 if group.chunk is not None:
                     group.chunk.early = ()
             else:
-                self._check_unwritten(group)
                 group.forget(stager)
         for sub in updates:
             if sub.gradient_extent is not None:  # read with an earlier gradient
@@ -114,31 +120,28 @@ class PendingUpdates:
         if sub not in self._pending:
             return
         group = self.group_of(sub)
-        if group is not None:
-            group.forget(self._stager)  # the group was staged before this update
-        self.run(sub)
+        with self._home_of(group) as home:
+            self.run(sub, into=home)
         if group is not None:
             self.point(group)
 
     def run(self, sub: PagedSubGroup, *, into: Lease | None = None) -> None:
         """Read what a sub-group waits to have updated, update it and write it; its new compute parameter also goes `into` its
-        group's lease.
+        group's lease, where the old one is if the group stays.
 
         Raises IoError when the read failed. Whatever ends it before the write has begun, the sub-group still waits and
-        nothing is lost: what was read is dropped, and read again. Where a part of it stays in memory, which changes in
-        place, the values are torn instead.
+        nothing is lost: what was read is dropped, and read again, and so is the lease of the group to be by the caller. Where a
+        part of it stays in memory, which changes in place, the values are torn instead.
         """
-        stager = self._stager
+        stager, group = self._stager, self.group_of(sub)
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         lease = stager.acquire(sub.chunk) if sub.moves else None
         try:
             with self._health.change("an optimizer step") if sub.rests_in_host else self._undo_on_error(sub):
-                with measured(stager.timeline, "update", sub.chunk.name):
-                    self._pending[sub](lease)
-                if into is not None:
-                    with measured(stager.timeline, "copy", sub.chunk.name):
-                        _copy_to_group(sub, lease, into)
+                if into is not None and group is not None and group.chunk is not None:
+                    stager.wait_copied(group.chunk)  # what it holds changes in the update
+                self._make(sub, self._pending[sub], lease, into, holds_old=group is not None and group.stays)
                 with self._health.change("an optimizer step"):
                     self._running = None
                     del self._pending[sub]
@@ -158,8 +161,6 @@ class PendingUpdates:
         """
         moving, staying = [sub for sub in self if sub.moves], [sub for sub in self if not sub.moves]
         groups = [group for group in self._groups if self.of(group)]
-        for group in groups:
-            group.forget(self._stager)
         wanted, ahead = Wanted.of([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
         done = 0
         try:
@@ -168,10 +169,31 @@ class PendingUpdates:
                 ahead.fit()
                 self._stager.want(wanted)
                 done += sub.moves
-                self.run(sub)
+                with self._home_of(self.group_of(sub)) as home:
+                    self.run(sub, into=home)
         finally:
             for group in groups:
                 self.point(group)
+
+    @contextlib.contextmanager
+    def _home_of(self, group: PagedGroup | None) -> Iterator[Lease | None]:
+        """Around updates of members of a group that nobody gathers: the lease in which it stays. What is staged of another
+        group is forgotten; after an exception, of any."""
+        stager = self._stager
+        if group is None or group.chunk is None or not group.stays:
+            if group is not None:
+                group.forget(stager)
+            yield None
+            return
+        group.free_lodged()
+        group.end_gather(stager)
+        home = stager.acquire(group.chunk)
+        try:
+            yield home
+            group.end_gather(stager)
+        except BaseException:
+            group.forget(stager)
+            raise
 
     @contextlib.contextmanager
     def _undo_on_error(self, sub: PagedSubGroup) -> Iterator[None]:
@@ -235,9 +257,7 @@ class PendingUpdates:
             self._update_staged(sub, update, compute)
             self.write_back(sub)
             return
-        with measured(self._stager.timeline, "update", sub.chunk.name):
-            update(None)
-        self._renew_staying(sub, None, compute)
+        self._make(sub, update, None, compute, holds_old=True)
 
     def run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one in its other slot, for the step to accept: see [Note: Speculative updates] in speculation.py."""
@@ -253,19 +273,32 @@ class PendingUpdates:
         stager = self._stager
         lease = stager.acquire(sub.chunk)
         try:
-            if compute is not None and sub.gathers_from_nvme and sub.layout.split:
-                start = sub.layout.start * sub.layout.compute_itemsize
-                sub.staged = compute.view(sub.compute_dtype, start, sub.layout.numel)
-                if not sub.chunk.verified_by_user:
-                    self._check_unwritten_part(sub)
-            with measured(stager.timeline, "update", sub.chunk.name):
-                update(lease)
-            if sub.staged is None:
-                self._renew_staying(sub, lease, compute)
+            verified = sub.layout.split and sub.chunk.verified_by_user  # in the update, which takes them from there
+            if compute is not None and sub.gathers_from_nvme and not verified:
+                self._check_unwritten_part(sub)
+            self._make(sub, update, lease, compute, holds_old=True)
         except BaseException:
             stager.release(sub.chunk, keep=False)
             stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
+
+    def _make(
+        self, sub: PagedSubGroup, update: SubGroupUpdate, lease: Lease | None, compute: Lease | None, *, holds_old: bool
+    ) -> None:
+        """Update what is under `lease`; afterwards `compute`, the lease of its group, has its new compute parameters.
+
+        `holds_old`: whether that has the old ones, which are taken from there where they complete the masters.
+        """
+        timeline = self._stager.timeline
+        try:
+            if compute is not None and holds_old and sub.gathers_from_nvme and sub.layout.split:
+                start = sub.layout.start * sub.layout.compute_itemsize
+                sub.staged = compute.view(sub.compute_dtype, start, sub.layout.numel)
+            with measured(timeline, "update", sub.chunk.name):
+                update(lease)
+            if compute is not None and sub.staged is None:
+                with measured(timeline, "copy", sub.chunk.name):
+                    _copy_to_group(sub, lease, compute)
         finally:
             sub.staged = None
 
@@ -282,19 +315,12 @@ class PendingUpdates:
                     io.verify(chunk, span)
 
     def _check_unwritten_part(self, sub: PagedSubGroup) -> None:
-        """The same, of the compute parameters that its update takes from there."""
+        """The same, of the compute parameters of a sub-group that is updated in the backward."""
         group, io = self.group_of(sub), self._stager.io
         if group is not None and group.chunk is not None and group.lodges and io.checked:
-            location = sub.locations[Field.COMPUTE]
-            start = sub.layout.start * sub.layout.compute_itemsize
+            location = sub.locations[sub.layout.gathered]
+            start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
             io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
-
-    def _renew_staying(self, sub: PagedSubGroup, lease: Lease | None, compute: Lease | None) -> None:
-        """Where the sub-group's group stays, what was made under `lease` takes the place of the old compute parameters."""
-        group = self.group_of(sub)
-        if compute is not None and group is not None and group.stays:
-            with measured(self._stager.timeline, "copy", sub.chunk.name):
-                _copy_to_group(sub, lease, compute)
 
     # What follows from the states.
 
@@ -340,9 +366,11 @@ class PendingUpdates:
 
     def _point_sub_group(self, sub: PagedSubGroup) -> None:
         group = self.group_of(sub)
-        in_backward = group is not None and group.updated_in_backward and self.speculation.is_due
-        staged_with_group = in_backward and group is not None and group.chunk is not None
-        reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
+        with_group = False
+        if group is not None and group.chunk is not None:
+            in_backward = group.updated_in_backward and self.speculation.is_due
+            with_group = group.stays or (in_backward and sub not in self._pending)
+        reads = sub.reads(compute=not with_group)
         if reads != sub.chunk.reads:
             if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # other bytes than these
                 self._stager.drop(sub.chunk)

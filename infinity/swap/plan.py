@@ -25,15 +25,14 @@ from infinity.schedule.pinned import (
     pipeline_bytes,
     whole_bytes,
 )
-from infinity.schedule.residency import choose_staying, spared_reads
-from infinity.schedule.scheme import Scheme
+from infinity.schedule.residency import choose_staying
+from infinity.schedule.scheme import MasterWeights, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredParameter, StoredTensor, lay_out
 from infinity.store.layout import SPACE_ALIGN, Layout, Shard, plan_layout
 from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
 from infinity.swap.options import PagingOptions
-from infinity.swap.speculation import is_speculative
 
 
 @dataclass(frozen=True)
@@ -214,15 +213,13 @@ def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:
 def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: int) -> int:
     """How often a step reads a group's compute parameters less if they stay staged: see [Note: Staying staged]. `gathers`: by
     each micro-batch. 0 where nothing is trained, as an evaluation chooses by itself what stays."""
-    members = layout.by_space[group]
-    trained = [sub for sub in members if sub.trained]
     if not any(shard.trained for shard in layout.shards):
         return 0
-    in_backward = bool(trained) and options.update_of(group) == "backward"
-    if options.speculative:
-        in_backward = in_backward and all(is_speculative(layout, sub, options) for sub in trained)
-    completes = any(sub.split for sub in trained)
-    return spared_reads(gathers, trained=bool(trained), in_backward=in_backward, completes=completes)
+    trained = [sub for sub in layout.by_space[group] if sub.trained]
+    if not trained:
+        return gathers
+    masters: MasterWeights = "split" if any(sub.split for sub in trained) else "full"
+    return Scheme(masters, options.update_of(group)).compute_reads(gathers)
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

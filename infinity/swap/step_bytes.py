@@ -37,14 +37,14 @@ class StepBytes:
         self._in_backward, self._later = in_backward, later
         self._made = set(later) if for_gathers else set()
         """What the first gather takes from an update."""
-        changed = frozenset(later)
-        self._staying = {unit: not changed.isdisjoint(paged.groups[unit].members) for unit in units.staying}
-        """The groups that stay staged, and whether what is staged of one is old after the step."""
+        discarded = in_backward & frozenset(later)
+        self._staying = {unit: not discarded.isdisjoint(paged.groups[unit].members) for unit in units.staying}
+        """The groups that stay staged, and whether what is staged of one is discarded, and read again for the update after."""
 
     def of_updates(self) -> tuple[int, int]:
         """Bytes (read, written)."""
         spans = [span for sub in self._in_backward for span in sub.reads(compute=False)]
-        spans += [span for sub in self._later for span in sub.reads(compute=True)]
+        spans += [span for sub in self._later for span in sub.reads(compute=sub.layout.space not in self._staying)]
         written = sum(sub.layout.nbytes for sub in (*self._in_backward, *self._later))
         return sum(span.nbytes for span in spans), written
 
@@ -96,14 +96,17 @@ class StepBytes:
 
     def _not_spared(self, uses: Sequence[int], reads: Sequence[int]) -> Iterator[int]:
         """The bytes that each use of a unit reads, of `reads` if nothing stayed."""
-        to_read = {unit for unit, is_old in self._staying.items() if is_old}
+        to_read = {unit for unit, is_discarded in self._staying.items() if is_discarded}
         for unit, nbytes in zip(uses, reads, strict=True):
             yield nbytes if unit not in self._staying or unit in to_read else 0
             to_read.discard(unit)
 
 
 def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
-    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
-    members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
-    of_arena = sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
+    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`: taken
+    from where they lie, if the group stays."""
+    members = [sub for sub in group.members if sub not in updated or (group.stays and sub.layout.split)]
+    of_arena = sum(
+        sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.gathers_from_nvme
+    )
     return of_arena + sum(span.nbytes for span in group.foreign.reads)

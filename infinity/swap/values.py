@@ -58,10 +58,10 @@ class Values:
         errors.
         """
         stager = self._stager
-        if write and name in (Field.MASTER, Field.COMPUTE):
-            group.forget(stager)
         for sub, at, low, count in ranges:
             self._updates.catch_up(sub)
+            if write and name in (Field.MASTER, Field.COMPUTE):
+                group.forget(stager)
             if write:
                 self._updates.speculation.discard(sub)
                 stager.drop(sub.chunk)  # read ahead for its update

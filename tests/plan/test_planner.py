@@ -126,18 +126,17 @@ def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: float,
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *SPECULATIVE], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_what_stays_staged_is_read_once_or_never(scheme: Scheme, micro_batches: int) -> None:
-    """Once where it is made after the backward, and not for a gather."""
+def test_what_stays_staged_is_not_read(scheme: Scheme, micro_batches: int) -> None:
+    """Neither for a gather nor for an update, whenever that is."""
     work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=micro_batches, gradient_bytes_max=UNBOUNDED)
     *blocks, root = work.group_shards
     pool = pool_in_which_nothing_stays(work) + 2 * work.shard_numel + MIB
     plan = plan_step(work, NODE, ALL_NVME, pinned_bytes=pool, cache_bytes=0)
     assert plan.pipeline.staying >= {*range(len(blocks))}
     state = 10 if scheme.master_weights == "split" else 12  # without compute parameters
-    per_element = state if scheme.update == "backward" else 12 if scheme.update == "forward" else 14
-    of_root = 2 * micro_batches * root  # it is gathered once by each
+    of_root = 2 * (micro_batches + 1) * root  # gathered once by each, and updated
     assert plan.simulated is not None
-    assert 0 <= plan.simulated.read_bytes + 1e4 - per_element * work.shard_numel <= of_root + 2e4
+    assert 0 <= plan.simulated.read_bytes + 1e4 - state * work.shard_numel <= of_root + 2e4
     assert plan.simulated.written_bytes == pytest.approx(plan.plain_bytes[1], rel=1e-6)
 
 
@@ -149,7 +148,7 @@ def test_a_pool_grows_for_what_stays_within_a_quarter_of_the_memory() -> None:
         for more in (0, work.shard_numel, 100 * work.shard_numel)
     ]
     none, some, most = (len(plan.pipeline.staying) for plan in plans)
-    assert none == 0 < some < most == len(work.group_shards) - 1  # but for the root, which is gathered once
+    assert none == 0 < some < most == len(work.group_shards)
     for plan in plans:
         assert 0 <= plan.pipeline.pinned_bytes - plan.pipeline.staying_bytes - pool < MIB + 2 * max(work.group_shards)
 
@@ -158,11 +157,7 @@ def test_a_pool_grows_for_what_stays_within_a_quarter_of_the_memory() -> None:
 @example(scheme=SPECULATIVE[0], micro_batches=1, share=0.0078125)
 @example(scheme=SPECULATIVE[1], micro_batches=1, share=0.125)
 def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: float) -> None:
-    """Written is what isn't kept, whole; and a step never reads more for keeping more.
-
-    But for the group in which the cache ends, where updates are speculative, which those of what is cached can't be: a group
-    that is updated in two parts does not stay staged, and its compute parameters are read once.
-    """
+    """Written is what isn't kept, whole; and a step never reads more for keeping more."""
     count = 1 if scheme.update == "backward" and not scheme.speculative else micro_batches
     work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=count)
     none, some = (
@@ -172,8 +167,7 @@ def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: fl
     stored = sum(ALL_NVME.stored_bytes(scheme)) * work.shard_numel
     assert some.cache.nbytes <= share * 12 * work.shard_numel
     assert some.simulated.written_bytes == pytest.approx(stored - some.cache.nbytes, rel=1e-6, abs=1e4)
-    once = 2 * max(work.group_shards) if scheme.speculative else 0
-    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6) + once
+    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6)
     on_nvme, less = (sum(n for user, n in plan.memory.nvme.items() if user != SECOND_SLOT) for plan in (none, some))
     assert less == pytest.approx(on_nvme - some.cache.nbytes, rel=1e-6, abs=1e4)
     assert some.memory.nvme.get(SECOND_SLOT, 0) <= less + 1e4
@@ -205,7 +199,7 @@ def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
     }
     after, beside = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
     assert beside.step_seconds < after.step_seconds
-    assert beside.lower_bound_seconds <= after.lower_bound_seconds
+    assert beside.lower_bound_seconds <= after.lower_bound_seconds * (1 + 1e-6)  # the same where all of it stays
 
 
 @pytest.mark.parametrize(

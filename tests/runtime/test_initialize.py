@@ -503,8 +503,8 @@ def _resident_bytes() -> int:
 @pytest.mark.parametrize("share", SHARES)
 def test_bytes_moved_are_the_sum_of_the_design(share: float, masters: str, nvme_path: Path) -> None:
     """14 bytes read and 12 written per parameter and step, as the engine counts them and as the kernel does. 10 are read where
-    compute parameters stay, and 12 where the group is left to the forward. Full masters are two more of each, but for that
-    group, whose update has read them for its gather."""
+    compute parameters stay. Full masters are two more of each, but for the group that is left to the forward: its update has
+    read them for its gather."""
     with staying(share):
         own = {"pinned_bytes_max": "32MiB", "master_weights": masters}
         engine, *_ = infinity.initialize(model=model(4, 512), config=config(nvme_path, infinity=own))
@@ -513,7 +513,7 @@ def test_bytes_moved_are_the_sum_of_the_design(share: float, masters: str, nvme_
         group.chunk.lease_bytes if group.chunk is not None and group.stays else 0 for group in engine.swap.paged.groups
     ]
     assert (sum(staying_bytes) > 0) == (share > 0) and all(staying_bytes) == (share == 1)
-    left, in_place = staying_bytes[3], sum(staying_bytes) - staying_bytes[3]
+    numel = sum(sub.layout.numel for sub in engine.swap.paged.sub_groups)  # with what fills pages
     waiting_bytes = engine.swap.paged.groups[3].compute_bytes
     with engine:
         read_at_most, written_at_most = engine.swap.step_bytes()
@@ -529,12 +529,12 @@ def test_bytes_moved_are_the_sum_of_the_design(share: float, masters: str, nvme_
         read, written = engine.swap.step_bytes()
     assert after.written_bytes - before.written_bytes == pytest.approx(steps * written, rel=0.03)
     assert after.read_bytes - before.read_bytes == pytest.approx(steps * read, rel=0.03)
-    copies = 2 * engine.shard_numel  # the pool holds every group from forward to backward: one reading less
-    more = 0 if masters == "split" else copies
-    made = 0 if masters == "split" else waiting_bytes
-    assert read == pytest.approx(14 * engine.shard_numel + more - made - copies - in_place, rel=0.01)
-    assert read_at_most == pytest.approx(14 * engine.shard_numel + more - made - 2 * in_place - left, rel=0.01)
-    assert written == written_at_most == pytest.approx(12 * engine.shard_numel + more, rel=0.01)
+    copies = 2 * numel  # the pool holds every group from forward to backward: one reading less
+    more, made, left = (0, 0, 0) if masters == "split" else (copies, waiting_bytes, staying_bytes[3])
+    spared = sum(staying_bytes) - left
+    assert read == pytest.approx(14 * numel + more - made - copies - spared, rel=0.01)
+    assert read_at_most == pytest.approx(14 * numel + more - made - 2 * spared - left, rel=0.01)
+    assert written == written_at_most == pytest.approx(12 * numel + more, rel=0.01)
     if kernel_before is not None and kernel_after is not None and engine.swap is not None:
         assert kernel_after[0] - kernel_before[0] == pytest.approx(after.read_bytes - before.read_bytes, rel=0.05)
         assert kernel_after[1] - kernel_before[1] == pytest.approx(after.written_bytes - before.written_bytes, rel=0.05)

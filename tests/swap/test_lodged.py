@@ -23,6 +23,8 @@ WAYS = {
     "backward": PagingOptions(update="backward", param_persistence_threshold=0),
     "forward": PagingOptions(update="forward", param_persistence_threshold=0),
     "step, some resident": PagingOptions(update="step", param_persistence_threshold=100),
+    "full masters, backward": PagingOptions(update="backward", param_persistence_threshold=0, master_weights="full"),
+    "full masters, forward": PagingOptions(update="forward", param_persistence_threshold=0, master_weights="full"),
 }
 
 

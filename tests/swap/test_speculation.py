@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Model, batch, sharded
+from quiet import come_to_rest
 from staying import SHARES, share_of, staying
 from torch import nn
 
@@ -18,6 +19,7 @@ from infinity import PagingOptions
 from infinity.aio import FaultPlan
 from infinity.optim.hosted import Stepper
 from infinity.schedule.update_timing import GROUPS_APART
+from infinity.store.layout import Field
 from infinity.swap.health import Health
 from infinity.swap.hosted_optimizer import HostedOptimizer
 from infinity.swap.paged_optimizer import PagedOptimizer
@@ -158,6 +160,33 @@ def test_whatever_the_step_does_the_numbers_are_those_of_memory(
             subs,
         ]  # how the policy learns: test_speculation_policy.py
     assert max(accepted) > 0
+
+
+@pytest.mark.parametrize("masters", ["split", "full"])
+@pytest.mark.parametrize("way", ["step", "forward", "backward", "speculative"])
+def test_of_what_stays_a_step_reads_the_other_state_alone(way: str, masters: str, nvme_path: Path) -> None:
+    """Whoever updates it, and whether that is for a gather or because somebody looks."""
+    how: dict[str, Any] = {"update": "backward"} if way == "speculative" else {"update": way, "speculative": False}
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options(master_weights=masters, **how))
+        root, *blocks = swap.paged.groups
+        assert all(group.stays for group in blocks)  # the root is gathered once, and perhaps of what its update makes
+        optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
+        other = sum(sub.layout.nbytes - sub.layout.field_bytes(Field.COMPUTE) for sub in swap.paged.sub_groups)
+        for number in range(8):
+            before = swap.stats().read_bytes
+            optimizer.expect(ACCEPTED)
+            nvme(batch(number)).float().square().mean().backward()
+            optimizer.step()
+            if number > 4:
+                swap.paging.finish_updates()  # as a look at all weights does
+            come_to_rest(swap)
+            read = swap.stats().read_bytes - before
+            if number in (3, 4):
+                assert read == swap.paging.policy.step_bytes(1, None)[0] == other
+            if number in (6, 7):  # the first look makes updates that the next step would
+                assert read == other + (0 if root.stays else root.fetched_bytes)
 
 
 @pytest.mark.parametrize("share", SHARES)

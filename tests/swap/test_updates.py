@@ -241,7 +241,8 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(
     assert nvme.swap is not None
     sub = list(nvme.swap.paged.updates)[2]
     assert sub.chunk.verified_by_user
-    offset = sub.extent.offset + at % sub.layout.nbytes
+    (read,) = sub.chunk.reads
+    offset = read.offset + at % read.nbytes
     flip(nvme, offset)
     with monkeypatch.context() as patch:
         if busy:
