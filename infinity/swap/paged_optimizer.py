@@ -307,7 +307,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
         """Whether `_step_pieces` takes the compute parameters from `PagedSubGroup.staged`, where that is set, and puts the new
-        ones there. If not, they are copied before it and after it."""
+        ones there. If not, they are copied from there before it, and whoever set it copies the new ones."""
         return False
 
     def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease) -> bool:
@@ -339,16 +339,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     assert taken is not None
                     grad = taken[piece.offset : piece.offset + numel]
                 batches.setdefault(stepped.settings, []).append(Piece(stepped, piece.offset, piece.start, numel, grad))
-        copied = sub.staged if not self._takes_staged(sub, batches) else None
-        if copied is not None:
-            sub.view(Field.COMPUTE, lease).copy_(copied)
+        if sub.staged is not None and not self._takes_staged(sub, batches):
+            sub.view(Field.COMPUTE, lease).copy_(sub.staged)
+            sub.staged = None
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):
             self._paging.paged.stager.io.verify(sub.chunk)
             self._step_pieces(sub, batches, lease)
-        if copied is not None:
-            copied.copy_(sub.view(Field.COMPUTE, lease))
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:
             master = sub.master(lease)

@@ -71,8 +71,8 @@ class PagedSubGroup:
     locations: dict[Field, Location] = field(default_factory=dict, repr=False)
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
     staged: torch.Tensor | None = field(default=None, repr=False)
-    """While the backward updates it: its compute parameters (1-D) where its group is staged. The update takes them from there,
-    and puts the new ones there, too."""
+    """While it is updated: its compute parameters (1-D) where its group is staged. The update takes them from there, and puts
+    the new ones there, too; or it sets this to None once it has taken them."""
     current_slot: int = 0
     committed_slot: int | None = None
 

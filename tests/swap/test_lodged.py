@@ -108,6 +108,27 @@ def test_what_is_written_without_a_trace_is_found_by_the_update(way: str, fused:
             train(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2, fused=fused))
 
 
+@pytest.mark.parametrize("fused", [(False, True), (True, False)])
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_are_stepped_otherwise_than_their_neighbours_have_their_numbers(
+    way: str, fused: tuple[bool, bool], nvme_path: Path
+) -> None:
+    def groups(model: nn.Module) -> list[dict[str, object]]:
+        matrices, vectors = (
+            [p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)
+        )
+        return [{"params": matrices, "fused": fused[0]}, {"params": vectors, "fused": fused[1], "weight_decay": 0.1}]
+
+    memory = sharded()
+    expected = train(memory, torch.optim.AdamW(groups(memory), lr=1e-2))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS[way])
+        assert train(model, infinity.PagedAdamW(groups(model), swap=swap, lr=1e-2)) == expected
+        for ours, theirs in zip(weights(model), weights(memory), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_set_between_forward_and_backward_are_set(way: str, nvme_path: Path) -> None:
     def halve(model: nn.Module, number: int) -> None:
