@@ -96,7 +96,7 @@ class PendingUpdates:
         for group in self._groups:
             waits = any(sub in updates for sub in group.members)
             if waits:
-                self._check_unwritten(group)
+                self._check_all_unwritten(group)
             if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
                 if waits:
                     group.free_lodged()
@@ -130,17 +130,18 @@ class PendingUpdates:
         group's lease, where the old one is if the group stays.
 
         Raises IoError when the read failed. Whatever ends it before the write has begun, the sub-group still waits and
-        nothing is lost: what was read is dropped, and read again, and so is the lease of the group to be by the caller. Where a
-        part of it stays in memory, which changes in place, the values are torn instead.
+        nothing is lost: what was read is dropped, and read again; the caller is to drop what is `into`, too. Where a part of
+        it stays in memory, which changes in place, the values are torn instead.
         """
         stager, group = self._stager, self.group_of(sub)
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
+        if into is not None:
+            assert group is not None and group.chunk is not None
+            stager.wait_copied(group.chunk)  # what it holds changes in the update
         lease = stager.acquire(sub.chunk) if sub.moves else None
         try:
             with self._health.change("an optimizer step") if sub.rests_in_host else self._undo_on_error(sub):
-                if into is not None and group is not None and group.chunk is not None:
-                    stager.wait_copied(group.chunk)  # what it holds changes in the update
                 self._make(sub, self._pending[sub], lease, into, holds_old=group is not None and group.stays)
                 with self._health.change("an optimizer step"):
                     self._running = None
@@ -159,12 +160,12 @@ class PendingUpdates:
         Reads `sub_groups_ahead` sub-groups ahead; the last writes go on in the background.
         Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
         """
-        moving, staying = [sub for sub in self if sub.moves], [sub for sub in self if not sub.moves]
+        moving, in_memory = [sub for sub in self if sub.moves], [sub for sub in self if not sub.moves]
         groups = [group for group in self._groups if self.of(group)]
         wanted, ahead = Wanted.of([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
         done = 0
         try:
-            for sub in _in_turn(moving, staying):
+            for sub in _in_turn(moving, in_memory):
                 ahead.pass_to(done)
                 ahead.fit()
                 self._stager.want(wanted)
@@ -273,9 +274,9 @@ class PendingUpdates:
         stager = self._stager
         lease = stager.acquire(sub.chunk)
         try:
-            verified = sub.layout.split and sub.chunk.verified_by_user  # in the update, which takes them from there
-            if compute is not None and sub.gathers_from_nvme and not verified:
-                self._check_unwritten_part(sub)
+            by_update = sub.layout.split and sub.chunk.verified_by_user
+            if compute is not None and not by_update:
+                self._check_unwritten(sub)
             self._make(sub, update, lease, compute, holds_old=True)
         except BaseException:
             stager.release(sub.chunk, keep=False)
@@ -302,25 +303,35 @@ class PendingUpdates:
         finally:
             sub.staged = None
 
-    def _check_unwritten(self, group: PagedGroup) -> None:
-        """Raise IntegrityError where somebody wrote to what is staged of a group without a trace, as gathered parameters can be
-        written to: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py."""
-        chunk, io = group.chunk, self._stager.io
-        if chunk is None or not group.lodges or not io.checked:
-            return
-        if chunk.state is ChunkState.STAGED and not chunk.early:
-            self._stager.let_be_read(chunk)  # what is written has its checksums by the end of the write
-            for span in chunk.reads:
-                if span.foreign is None:
-                    io.verify(chunk, span)
+    def verify(self, sub: PagedSubGroup) -> None:
+        """Raise IntegrityError where what is in use of a sub-group is not what was written, or what its update takes from where
+        its group is staged."""
+        self._stager.io.verify(sub.chunk)
+        self._check_unwritten(sub)
 
-    def _check_unwritten_part(self, sub: PagedSubGroup) -> None:
-        """The same, of the compute parameters of a sub-group that is updated in the backward."""
-        group, io = self.group_of(sub), self._stager.io
-        if group is not None and group.chunk is not None and group.lodges and io.checked:
-            location = sub.locations[sub.layout.gathered]
-            start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
-            io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
+    def _check_all_unwritten(self, group: PagedGroup) -> None:
+        """`_check_unwritten` of all that no update has replaced."""
+        if group.chunk is not None and group.chunk.state is ChunkState.STAGED:
+            for sub in group.members:
+                if sub.chunk not in group.chunk.early:
+                    self._check_unwritten(sub)
+
+    def _check_unwritten(self, sub: PagedSubGroup) -> None:
+        """Raise IntegrityError where somebody wrote to compute parameters of a sub-group, where its group is staged, without a
+        trace, as gathered parameters can be written to: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py."""
+        group, stager = self.group_of(sub), self._stager
+        if (
+            group is None
+            or group.chunk is None
+            or not group.lodges
+            or not stager.io.checked
+            or not sub.gathers_from_nvme
+        ):
+            return
+        stager.settle(sub.chunk)  # what is written has its checksums by the end of the write
+        location = sub.locations[sub.layout.gathered]
+        start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
+        stager.io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
 
     # What follows from the states.
 
@@ -377,10 +388,10 @@ class PendingUpdates:
             sub.chunk.reads = reads
 
 
-def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
-    """All of them, those that stay in memory spread evenly: the drive reads and writes while they are updated."""
-    placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
-    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
+def _in_turn(moving: list[PagedSubGroup], in_memory: list[PagedSubGroup]) -> list[PagedSubGroup]:
+    """All of them, those that rest in memory spread evenly: the drive reads and writes while they are updated."""
+    placed = [((2 * k + 1) * len(in_memory), sub) for k, sub in enumerate(moving)]
+    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(in_memory)]
     return [sub for _, sub in sorted(placed, key=itemgetter(0))]
 
 

@@ -98,14 +98,18 @@ def test_what_a_forward_writes_into_a_weight_is_forgotten_as_fsdp2_forgets_it(wa
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_is_written_without_a_trace_is_found_by_the_update(way: str, fused: bool, nvme_path: Path) -> None:
+@pytest.mark.parametrize("how", ["fused", "not fused", "unevenly stepped"])
+def test_what_is_written_without_a_trace_is_found_by_the_update(way: str, how: str, nvme_path: Path) -> None:
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         model = sharded()
         swap.page(model, WAYS[way])
         write_in_forward(model, lambda weight: weight.data.mul_(3))
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2, fused=how != "not fused")
+        if how == "unevenly stepped":  # one pass over a sub-group doesn't do
+            optimizer.init_state()
+            optimizer.state[model.blocks[1].bias]["step"].fill_(3)  # type: ignore[index, union-attr]
         with pytest.raises(IntegrityError):
-            train(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2, fused=fused))
+            train(model, optimizer)
 
 
 @pytest.mark.parametrize("fused", [(False, True), (True, False)])
