@@ -4,7 +4,7 @@ through."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -45,7 +45,7 @@ class Values:
     def access(
         self,
         group: PagedGroup,
-        ranges: Iterator[tuple[PagedSubGroup, int, int, int]],
+        ranges: Iterable[tuple[PagedSubGroup, int, int, int]],
         name: Field,
         label: str,
         move: Callable[[torch.Tensor, int], None],
@@ -57,11 +57,12 @@ class Values:
         The bytes around a range that share its first and last page are read first and written back unchanged. `label`: for
         errors.
         """
-        stager = self._stager
-        for sub, at, low, count in ranges:
+        stager, ranges = self._stager, [*ranges]
+        for sub, *_ in ranges:
             self._updates.catch_up(sub)
-            if write and name in (Field.MASTER, Field.COMPUTE):
-                group.forget(stager)
+        if write and name in (Field.MASTER, Field.COMPUTE):
+            group.forget(stager)
+        for sub, at, low, count in ranges:
             if write:
                 self._updates.speculation.discard(sub)
                 stager.drop(sub.chunk)  # read ahead for its update

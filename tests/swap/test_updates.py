@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
-from infinity.swap.chunk import ChunkState
+from infinity.swap.chunk import Chunk, ChunkState
+from infinity.swap.chunk_io import ChunkIo
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.stager import Stager
@@ -194,6 +195,27 @@ def test_a_read_that_fails_loses_no_update(both: list[infinity.Engine], monkeypa
         assert step(nvme) == step(memory)
     expected, got = weights(memory), weights(nvme)
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_setting_weights_by_hand_forgets_what_stays_once(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = made(nvme_path)
+    step(engine)
+    assert engine.swap is not None
+    weight = released(engine)["blocks.2.weight"]
+    group = trained_shard(weight).group
+    assert group.stays and len(engine.swap.paged.updates.of(group)) > 2
+    started: list[object] = []
+    start = ChunkIo.start_read
+
+    def counting(io: ChunkIo, chunk: Chunk, *args: Any) -> Any:
+        started.append(chunk)
+        return start(io, chunk, *args)
+
+    monkeypatch.setattr(ChunkIo, "start_read", counting)
+    with torch.no_grad():
+        weight.to_local().copy_(torch.zeros(WIDTH, WIDTH))  # type: ignore[attr-defined]
+    assert group.chunk not in started  # the updates that waited took what it had, all of them
+    engine.close()
 
 
 def flip(engine: infinity.Engine, offset: int, *, back: bool = False) -> None:
