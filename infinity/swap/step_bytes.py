@@ -37,7 +37,8 @@ class StepBytes:
         self._in_backward, self._later = in_backward, later
         self._made = set(later) if for_gathers else set()
         """What the first gather takes from an update."""
-        discarded = in_backward & frozenset(later)
+        self._made_later = frozenset(later)
+        discarded = in_backward & self._made_later
         self._staying = {unit: not discarded.isdisjoint(paged.groups[unit].members) for unit in units.staying}
         """The groups that stay staged, and whether what is staged of one is discarded, and read again for the update after."""
 
@@ -57,7 +58,7 @@ class StepBytes:
             count = times if isinstance(times, int) else times[group.name]
             if group.completes is not None and not self._in_backward.isdisjoint(group.members):
                 count = max(count, 2)  # its update in the backward takes the compute parameters that were read for it
-            reads = [_compute_bytes(group, self._made), *[_compute_bytes(group)] * (count - 1)]
+            reads = [self._first_bytes(group, self._made), *[_compute_bytes(group)] * (count - 1)]
             read += sum(self._not_spared([group.index] * count, reads))
         return read
 
@@ -90,9 +91,18 @@ class StepBytes:
                 direct_bytes += _compute_bytes(group)
                 continue
             uses += [*map(self._units.of, resident_sub_groups), *map(self._units.of, updated), index]
-            reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
+            reads += [0] * (len(resident_sub_groups) + len(updated)) + [self._first_bytes(group, updated)]
         limits = self._units.limits(self._units.staying)
         return direct_bytes + cycle_read_bytes(uses, [*self._not_spared(uses, reads)], next_step, *limits)
+
+    def _first_bytes(self, group: PagedGroup, updated: Container[PagedSubGroup]) -> int:
+        """What the first gather of a group in a step reads, for which an update makes those of `updated`. The read of one that
+        stays is for updates, which take the old ones from there where these complete the masters."""
+        if group.index not in self._staying:
+            return _compute_bytes(group, updated)
+        return _compute_bytes(
+            group, [sub for sub in self._made_later.intersection(group.members) if not sub.layout.split]
+        )
 
     def _not_spared(self, uses: Sequence[int], reads: Sequence[int]) -> Iterator[int]:
         """The bytes that each use of a unit reads, of `reads` if nothing stayed."""
@@ -103,10 +113,7 @@ class StepBytes:
 
 
 def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
-    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`: taken
-    from where they lie, if the group stays."""
-    members = [sub for sub in group.members if sub not in updated or (group.stays and sub.layout.split)]
-    of_arena = sum(
-        sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.gathers_from_nvme
-    )
+    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
+    members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
+    of_arena = sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
     return of_arena + sum(span.nbytes for span in group.foreign.reads)
