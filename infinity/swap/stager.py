@@ -157,7 +157,8 @@ class Stager:
         return lease
 
     def release(self, chunk: Chunk, *, keep: bool, copy_event: CopyEvent | None = None) -> None:
-        """The user is done and changed nothing: keep the bytes staged, or give the lease back once the device has copied them.
+        """The user is done. What the lease holds is what the arena does, or will when its writes have ended: keep it staged, or
+        give the lease back once the device has copied it.
 
         `copy_event`: fires when the device has taken the bytes over; all that it took so far where None.
         """
