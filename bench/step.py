@@ -18,10 +18,10 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,23 +85,25 @@ class Worker:
     def __init__(self, way: str, order: dict[str, Any], python: str) -> None:
         """Raises LeftOut."""
         self.way = way
-        self._nvme_path = order["nvme_path"]
+        self._folder = tempfile.TemporaryDirectory(prefix=f"infinity-bench-{way}-", dir=order["nvme_path"])
         environment = dict(os.environ)
         if order["mmap_threshold"] is not None:
             environment["MALLOC_MMAP_THRESHOLD_"] = str(order["mmap_threshold"])
         if way == "deepspeed":
             environment["DS_ACCELERATOR"] = "cpu"
         self._process = subprocess.Popen(
-            [python, str(HERE / "step_worker.py"), json.dumps({**order, "way": way})],
+            [python, str(HERE / "step_worker.py"), json.dumps({**order, "way": way, "nvme_path": self._folder.name})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the parent, who ends it
         )
-        if (answer := self._answer()) != "ready\n":
-            self.close()
-            raise LeftOut(answer.strip())
+        with contextlib.ExitStack() as unless_ready:
+            unless_ready.callback(self.close)
+            if (answer := self._answer()) != "ready\n":
+                raise LeftOut(answer.strip())
+            unless_ready.pop_all()
 
     def step(self) -> dict[str, Any]:
         """Take a step; what it took. Raises LeftOut."""
@@ -114,8 +116,7 @@ class Worker:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        left = Path(self._nvme_path) / f"infinity-durable-bench-{self._process.pid}"
-        shutil.rmtree(left, ignore_errors=True)
+        self._folder.cleanup()  # DeepSpeed's files and a durable run's outlive their process
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

@@ -91,7 +91,6 @@ def infinity_way(order: dict[str, Any]) -> Step:
             "pinned_bytes_max": order["pinned_bytes_max"],
             **({} if held else {"update": update}),
             **{key: value for variant in variants for key, value in _VARIANTS.get(variant, {}).items()},
-            "run_name": f"bench-{os.getpid()}",  # the other side removes what it leaves
             **({"host_cache_bytes": order["host_cache"]} if "cached" in variants else {}),
         },
     }
