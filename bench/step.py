@@ -58,8 +58,9 @@ COMPARED = ("torch", "deepspeed")
 """Ways to compare with: where one can't run here, a line says so, and the others go on."""
 
 DRIVE_SECONDS = 0.7
-WARM_UP_ROUNDS = 2
-"""Not counted, whenever the processes have just started."""
+WARM_UP_ROUNDS = 5
+"""Not counted, whenever the processes have just started. From the sixth step on OpenMP's idle threads sleep where the drive
+bounds the step, which changes CPU seconds by a fifth."""
 
 _ORDERED = (
     "batch_size",
@@ -282,24 +283,33 @@ def step_in_turns(
 ) -> None:
     """Step each way once a round, and put into `rows` what it took, after the rounds that don't count."""
     settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
+    for _ in range(WARM_UP_ROUNDS):
+        print_times("warming up", {way: step for way in [*workers] if (step := stepped(workers, way))})
     before = rates_of(drive, settings)
-    for number in range(-WARM_UP_ROUNDS, len(rows)):
-        row: Row = {}
-        for way, worker in list(workers.items()):
-            with left_out_in_a_line():
-                row[way] = worker.step()
-            if way not in row:
-                del workers[way]
+    for number, row in enumerate(rows, done + 1):
+        taken: Row = {}
+        for way in [*workers]:
+            if not (step := stepped(workers, way)):
                 continue
-            after = rates_of(drive, settings, row[way]["step"] if "-phase" in way else DRIVE_SECONDS)
-            row[way]["drive"] = [statistics.harmonic_mean(pair) for pair in zip(before, after, strict=True)]
-            before = after
-        times = ", ".join(f"{way} {step['seconds']:.3f} s" for way, step in row.items())
+            after = rates_of(drive, settings, step["step"] if "-phase" in way else DRIVE_SECONDS)
+            step["drive"] = [statistics.harmonic_mean(pair) for pair in zip(before, after, strict=True)]
+            taken[way], before = step, after
         rates = " / ".join(f"{rate / 1e9:.2f}" for rate in before)
-        name = f"round {done + number + 1}" if number >= 0 else "warming up"
-        print(f"{name}: {times}, drive {rates} GB/s", file=sys.stderr)
-        if number >= 0:
-            rows[number] |= row
+        print_times(f"round {number}", taken, f", drive {rates} GB/s")
+        row |= taken
+
+
+def stepped(workers: dict[str, Worker], way: str) -> dict[str, Any] | None:
+    """What a step this way took; None where it can't go on, and is left out from then on."""
+    with left_out_in_a_line():
+        return workers[way].step()
+    del workers[way]
+    return None
+
+
+def print_times(name: str, row: Row, more: str = "") -> None:
+    times = ", ".join(f"{way} {step['seconds']:.3f} s" for way, step in row.items())
+    print(f"{name}: {times}{more}", file=sys.stderr)
 
 
 @contextlib.contextmanager
