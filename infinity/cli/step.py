@@ -76,7 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
     parser.add_argument("--steps", type=count, default=5, help="steps to time (default: 5)")
-    parser.add_argument("--warmup", type=count, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--warmup", type=count, default=5, help="steps before them (default: 5)")
     parser.add_argument("--batch-size", type=count, default=4, help="sequences per micro-batch (default: 4)")
     parser.add_argument(
         "--seq", type=checked_value(whole_number, at_least=2), default=256, help="tokens per sequence (default: 256)"
@@ -181,8 +181,9 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     )
     with _engine(options, shape) as engine:
         _show(options, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
-        for _ in range(options.warmup):
-            _step(engine, options)
+        for number in range(options.warmup):
+            step = _step(engine, options)
+            _show(options, f"warming up, step {number + 1} of {options.warmup}: {step['seconds']:.2f} s")
         make = functools.partial(make_training, shape, options.batch_size)
         limits = {
             "shape": shape,
