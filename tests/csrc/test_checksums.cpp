@@ -357,7 +357,8 @@ TEST_CASE("small faults of the drive are no mismatches, whatever the seed") {
   }
 }
 
-TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the seed") {
+TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the seed" *
+          doctest::test_suite("of many")) {
   int64_t corrupted = 0;
   for (uint64_t seed = 0; seed < 24; ++seed) {
     CAPTURE(seed);
