@@ -46,6 +46,12 @@ class TemporaryPath {
   std::string path_;
 };
 
+// How many seeds a test of chance draws: a thousand and more where somebody asks for them.
+inline uint64_t campaign_seeds(uint64_t usual) {
+  const char* asked = std::getenv("INFINITY_FAULT_SEEDS");
+  return asked != nullptr ? std::strtoull(asked, nullptr, 10) : usual;
+}
+
 // Byte at `offset` of a file in tests: differs between neighbouring pages and between seeds.
 inline std::byte pattern(int64_t offset, int seed) {
   return static_cast<std::byte>((offset + offset / kPageBytes * 7 + seed * 31) & 0xff);

@@ -169,7 +169,7 @@ TEST_CASE("each transfer leaves its times, oldest first") {
   CHECK(engine.take_timings().empty());
 }
 
-TEST_CASE("of the times of many transfers the last are kept" * doctest::test_suite("of many")) {
+TEST_CASE("of the times of many transfers the last are kept") {
   FakeMachine machine;
   Engine& engine = machine.start();
   engine.start(machine.request(Operation::kRead, 0, 0, 12288))->wait();
