@@ -7,6 +7,8 @@
 namespace infinity::aio::testing {
 namespace {
 
+const uint64_t kSeeds = campaign_seeds(60);
+
 FaultPlan plan_of(uint64_t seed, const std::vector<std::pair<Fault, double>>& rates) {
   FaultPlan plan;
   plan.seed = seed;
@@ -52,7 +54,7 @@ bool fails(const std::shared_ptr<Transfer>& transfer) {
 
 TEST_CASE("interruptions, short transfers, delays and any order change no byte, whatever the seed") {
   int64_t seen = 0;
-  for (uint64_t seed = 0; seed < campaign_seeds(60); ++seed) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     CAPTURE(seed);
     Bench bench(plan_of(seed, {{Fault::kInterrupted, 0.15},
                                {Fault::kAgain, 0.15},
@@ -76,13 +78,13 @@ TEST_CASE("interruptions, short transfers, delays and any order change no byte, 
     seen += count_of(counters, Fault::kShort) + count_of(counters, Fault::kAgain);
     CHECK(counters.resubmitted_blocks >= count_of(counters, Fault::kShort) + count_of(counters, Fault::kAgain));
   }
-  CHECK(seen > static_cast<int64_t>(campaign_seeds(60)));
+  CHECK(seen > static_cast<int64_t>(kSeeds));
 }
 
 TEST_CASE("a transfer that reports success holds the right bytes, and one that failed says what and where") {
   int64_t failed = 0;
   int64_t whole = 0;
-  for (uint64_t seed = 0; seed < campaign_seeds(60); ++seed) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     CAPTURE(seed);
     Bench bench(plan_of(seed, {{Fault::kAgain, 0.05},
                                {Fault::kIo, 0.02},
@@ -110,8 +112,8 @@ TEST_CASE("a transfer that reports success holds the right bytes, and one that f
     CHECK(bench.machine.slab.use_count() == 1);
     CHECK(bench.machine.file.use_count() == 1);
   }
-  CHECK(failed > static_cast<int64_t>(campaign_seeds(60)) / 4);
-  CHECK(whole > static_cast<int64_t>(campaign_seeds(60)));
+  CHECK(failed > static_cast<int64_t>(kSeeds) / 4);
+  CHECK(whole > static_cast<int64_t>(kSeeds));
 }
 
 TEST_CASE("what a part of a failed write has left behind is old or new, page by page") {
