@@ -44,7 +44,7 @@ from infinity.checkpoint.stored_arena import RankState, StoredArena, arena_name,
 from infinity.checkpoint.training_state import encode
 from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
-from infinity.fsdp2.sharding import reshard
+from infinity.fsdp2.sharding import reset
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import Record
@@ -255,7 +255,7 @@ def load(
             stored = closing.enter_context(StoredArena(path))
             unpaged_state = stored.unpaged_state(dist.get_rank())
             verify(path, (), everything=verified)
-            reshard(model)  # gathered values would be stale afterwards
+            reset(model)  # gathered values would be stale afterwards
             _check_fits(stored, unpaged_state, model, optimizer)
         begin()
         with raise_on_all_ranks():

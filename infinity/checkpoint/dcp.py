@@ -33,7 +33,7 @@ from infinity.errors import CheckpointError
 from infinity.fsdp2.materialize import named_full_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
-from infinity.fsdp2.sharding import reshard
+from infinity.fsdp2.sharding import reset, reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.files import StoredFile, open_regular, write_durably
 from infinity.swap.paged_tensor import PagedTensor
@@ -105,7 +105,7 @@ def load(
     with raise_on_all_ranks():
         verify(path, {".metadata", _own_training_state(path).name}, everything=verified)
         training_state = _training_state_of(path)
-        reshard(model)  # gathered values would be stale afterwards
+        reset(model)  # gathered values would be stale afterwards
         state = _state_of(model, optimizer)
         _check_fits(path, state)
     begin()

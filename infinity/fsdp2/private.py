@@ -21,6 +21,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
     FSDPParam = _fsdp_param.FSDPParam
+    collect_grad_tensors = _fsdp_param_group.collect_grad_tensors
     FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -34,10 +35,12 @@ __all__ = [
     "DefaultAllGather",
     "DefaultReduceScatter",
     "FSDPParamGroup",
+    "FSDPState",
     "ReduceScatter",
     "TrainingState",
     "_fsdp_param",
     "_fsdp_param_group",
+    "collect_grad_tensors",
 ]
 
 COPIES_IN = frozenset(
@@ -48,16 +51,21 @@ that has another has its gradients copied, with the same numbers: see uncopied.p
 
 USED: dict[type, tuple[str, ...]] = {
     FSDPModule: ("_get_fsdp_state",),
-    FSDPState: ("_state_ctx", "_training_state", "_mp_policy", "_auto_reshard_after_forward"),
+    FSDPState: (
+        *("_state_ctx", "_training_state", "_mp_policy", "_auto_reshard_after_forward", "_is_root", "_lazy_init"),
+        *("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
+    ),
     FSDPStateContext: ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
     FSDPParamGroup: (
         *("fsdp_params", "is_sharded", "mesh_info", "post_forward_mesh_info", "reshard_after_backward"),
         *("use_training_state", "post_backward", "_training_state", "_reshard_after_forward"),
-        *("_all_gather_comm", "_reduce_scatter_comm"),
+        *("_all_gather_comm", "_reduce_scatter_comm", "_reset_sharded_params", "reduce_grads"),
+        *("unshard", "wait_for_unshard", "pre_forward", "post_forward", "_to_unsharded", "_to_sharded"),
+        "_register_post_backward_hook",
     ),
     FSDPParam: (
         *("_unsharded_param", "sharded_param", "sharded_size", "unsharded_accumulated_grad"),
-        *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor"),
+        *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor", "all_gather_outputs", "_param_fqn"),
     ),
 }
 """What is asked of each class beside what it promises."""

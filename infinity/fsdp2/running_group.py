@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
+from infinity.fsdp2.guarded import hook_gradients
 from infinity.fsdp2.private import TrainingState
 from infinity.fsdp2.sharding import param_groups_of
 from infinity.optim.kernel import accumulate
@@ -108,6 +109,7 @@ class RunningGroup:
         leaf = self._leaves.get((parameter, micro_batch))
         if leaf is None:
             leaf = self._leaves[parameter, micro_batch] = nn.Parameter(parameter._unsharded_param.detach())
+            hook_gradients(parameter, leaf)
             leaf.register_post_accumulate_grad_hook(self._taking(parameter, _take))
             if parameter not in self._watched:
                 self._watched.add(parameter)
@@ -169,6 +171,8 @@ class RunningGroup:
 
     def _reduce(self) -> None:
         """Reduce what is there, in the middle of a backward: the group stays gathered."""
+        state = self.module._get_fsdp_state()
+        before = state._training_state
         for group in self._groups:
             reshards, group.reshard_after_backward = group.reshard_after_backward, False
             try:
@@ -176,7 +180,7 @@ class RunningGroup:
                 with group.use_training_state(group._training_state):
                     group.post_backward()
             finally:
-                group.reshard_after_backward = reshards
+                group.reshard_after_backward, state._training_state = reshards, before
 
 
 def _sums_in_unsharded(parameter: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.guarded import set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
 from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, FSDPParamGroup, ReduceScatter
 
@@ -25,8 +26,25 @@ def reshard(model: nn.Module) -> None:
 
     To be called where no pass is going on: one that FSDP2 holds for unfinished was ended by an exception, and is abandoned,
     with what it had summed of unsharded gradients: see [Note: A pass that never ended].
+
+    Raises InfinityError where a gathered parameter was written to, once all are released.
     """
     abandon_unfinished_pass(model)
+    release(model)
+    for group in _all_groups(model):
+        group.check_unwritten()
+
+
+def reset(model: nn.Module) -> None:
+    """As `reshard`, where what was written to gathered parameters is void: after an exception, or as all values are set."""
+    abandon_unfinished_pass(model)
+    release(model)
+    for group in _all_groups(model):
+        group.forget_writes()
+
+
+def release(model: nn.Module) -> None:
+    """Free what is gathered; no pass may be going on."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -88,7 +106,7 @@ def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
 
 
 def _all_groups(model: nn.Module) -> list[Any]:
-    """Of a root; none before its first forward."""
+    """Of a root, in the classes of guarded.py."""
     assert isinstance(model, FSDPModule)
     return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups_of(state)]
 
@@ -270,9 +288,10 @@ def gathers_nothing_alone() -> bool:
     return "_all_gather_output" in FSDPParamGroup.__init__.__code__.co_names
 
 
-def is_in_forward(module: FSDPModule) -> bool:
+def is_in_forward(module: nn.Module | FSDPModule) -> bool:
     """Whether a forward of the group's module is going on, or about to."""
-    return all(group._training_state.name == "FORWARD" for group in param_groups_of(module._get_fsdp_state()))
+    assert isinstance(module, FSDPModule)
+    return bool(module._get_fsdp_state()._training_state.name == "FORWARD")
 
 
 def is_running(module: FSDPModule) -> bool:
@@ -292,7 +311,7 @@ def forget_gathered(module: FSDPModule) -> None:
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
-                unsharded.data = torch.empty(0, dtype=unsharded.dtype, device=unsharded.device)
+                set_memory(unsharded, torch.empty(0, dtype=unsharded.dtype, device=unsharded.device))
 
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:

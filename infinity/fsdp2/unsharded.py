@@ -10,7 +10,7 @@ little to gain by that alone, and glibc kept a third of a GiB more of what was f
   * lent: the parameter's memory is that of the caller, until FSDP2 frees it. No byte is moved. Views of the parameter must not
     outlive the gather, so this is for passes without autograd. Whether one does is seen when FSDP2 frees it, as something
     has the lent storage then: that is an error, and never a wrong number. What a forward writes into the parameter is in the
-    caller's memory, which is told (not of what it writes through `.data`, which leaves no trace).
+    caller's memory, which is told (not of what it writes past torch, which leaves no trace).
   * lodged: the caller has the elements at the same place whenever they are gathered, and the parameter's memory is that, for
     good. No byte is moved, and autograd's views find the elements there. The caller may change them once FSDP2 has freed the
     parameter. He is told of what was written to it as of what is lent, and in a training he finds what left no trace, by the
@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.guarded import set_memory
 from infinity.units import align_up
 
 _MAPPED_BYTES = 32 << 20
@@ -83,7 +84,7 @@ class UnshardedMemory:
         self._nbytes = self.nbytes
         elements = torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)  # a storage of its own
         before = parameter.data
-        parameter.data = elements.view(parameter.shape)
+        set_memory(parameter, elements.view(parameter.shape))
         self._lent = _Lent(parameter, before, elements, freed, _holders(elements), parameter._version)
 
     @property
@@ -97,7 +98,7 @@ class UnshardedMemory:
         if lent is not None:
             if copy:
                 self.fill(lambda storage: storage.copy_(lent.elements))
-            lent.parameter.data = lent.before
+            set_memory(lent.parameter, lent.before)
             self._lent = None
 
     # What FSDP2 asks of a tensor and its storage: `alloc_storage` and `free_storage` in _fsdp_param.py.
@@ -128,7 +129,7 @@ class UnshardedMemory:
             self.tensor.untyped_storage().resize_(0)
             return
         written, self._lent = self.was_written, None
-        lent.parameter.data = lent.before
+        set_memory(lent.parameter, lent.before)
         outlives = _holders(lent.elements) > lent.holders - 1  # the parameter was one of them
         lent.freed(written)
         if outlives:

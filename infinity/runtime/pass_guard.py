@@ -18,7 +18,7 @@ from torch import nn
 from infinity.activations.saved_tensors import Activations
 from infinity.errors import CheckpointError, InfinityError, in_words
 from infinity.fsdp2.routes import Routes
-from infinity.fsdp2.sharding import abandon_unfinished_pass, gathered_groups, in_backward, reshard
+from infinity.fsdp2.sharding import abandon_unfinished_pass, gathered_groups, in_backward, reset
 from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
 from infinity.runtime.observe import Progress
 from infinity.swap.health import Health, ModelHealth
@@ -117,7 +117,7 @@ class PassGuard:
         are torn.
         """
         why = f"{kind.value} ({in_words(error) if error is not None else 'interrupted'})"
-        reshard(self._module)
+        reset(self._module)
         self._paging.recover()
         if self._activations is not None:
             self._activations.recover()
@@ -178,7 +178,7 @@ class PassGuard:
     def discard_step(self) -> None:
         """All values are to be set anew: forget what the passes since the last step left."""
         self.settle()
-        reshard(self._module)
+        reset(self._module)
         self._updater.discard()
         self.drop_gradients()
         self._begin_step_anew()

@@ -25,6 +25,7 @@ from infinity.errors import ConfigError, StoreError
 from infinity.fsdp2.adapters import check_adapters, left_to_model
 from infinity.fsdp2.experts import expert_modules, routed_experts, split_experts
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
+from infinity.fsdp2.guarded import carry_hooks, guard
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import load_weights, stored_names
 from infinity.fsdp2.scalars import hold_as_rows
@@ -156,6 +157,7 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
     """fully_shard each of `wrap` and the root, over fp32 masters. One group after another is on the device as a whole; what is
     paged leaves it at once, so that the model may be larger than its memory."""
     model.float()
+    hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
 
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
         fully_shard(
@@ -174,6 +176,9 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
         experts.ranks = mesh.get_group(mesh.ndim - 1) if mesh.size(-1) > 1 else None
     # None: FSDP2 keeps the root group from forward to backward.
     shard(model, reshard_after_forward=None if resolved.config.zero_optimization.stage >= 3 else False)
+    sharded = dict(model.named_parameters())
+    for name, parameter in hooked.items():
+        carry_hooks(parameter, sharded[name])
 
 
 def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:
@@ -221,6 +226,8 @@ def give_values(
         initialize_values(model, {*left.drawn}, device, init_fn, stored)
         foreign = swap.paged.foreign_names if swap is not None else frozenset()
         load_weights(model, weights, but=foreign | left.drawn | left.have_values)
+    if swap is None:
+        guard(model)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from infinity.fsdp2.sharding import (
     gathered_dtype,
     gathers_nothing_alone,
     outlined_groups,
+    release,
     sharded_groups,
 )
 from infinity.host_memory import ranks_here
@@ -223,6 +224,7 @@ class SwapManager:
         """
         if self._paging is not None:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
+        release(model)  # what a forward before this has gathered
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         if deprecated:
@@ -251,7 +253,10 @@ class SwapManager:
                 compute_dtype=dtype,
                 options=options,
                 staying=staying,
-                lodge=mesh.size() == 1 and not self._device.is_discrete and gathers_nothing_alone(),
+                lodge=mesh.size() == 1
+                and not self._device.is_discrete
+                and gathers_nothing_alone()
+                and machinery.arena.file.checked,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,

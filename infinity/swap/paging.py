@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import PoolPart
 from infinity.errors import InfinityError
 from infinity.fsdp2.experts import Expert, routed_experts
+from infinity.fsdp2.guarded import carry_hooks, guard, outside_inference_mode
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
@@ -35,6 +36,7 @@ from infinity.fsdp2.sharding import (
     in_backward,
     install,
     is_at_rest,
+    is_in_forward,
     is_in_pass,
 )
 from infinity.fsdp2.vertical import micro_batches_in, reductions_in
@@ -138,7 +140,9 @@ class Paging:
                 shape=sharded.shape,
                 stride=sharded.stride(),
             )
-            replacements[source.parameter] = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
+            paged = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
+            carry_hooks(source.parameter, paged)
+            replacements[source.parameter] = paged
         return replacements
 
     def install(
@@ -146,6 +150,7 @@ class Paging:
     ) -> None:
         """From now on the model has the paged tensors, and its passes are followed."""
         install(model, dict(replacements))
+        guard(model, keeps_gathered=not any(shard.trained for shard in self.paged.shards))
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):
@@ -162,7 +167,7 @@ class Paging:
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
-        model.register_forward_hook(self._end_pass)
+        model.register_forward_hook(self._end_pass, always_call=True)
 
     # The parameter lap, entered by the paged tensors.
 
@@ -246,7 +251,7 @@ class Paging:
         What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
         pass is going on: see [Note: Other threads].
         """
-        with self._lock:
+        with self._lock, outside_inference_mode():
             if self._in_use:
                 yield
                 return
@@ -352,9 +357,13 @@ class Paging:
             self.policy.count_forward(group)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not in_backward():
-            self._backward_follows = torch.is_grad_enabled()
-            self.policy.end_pass()
+        if in_backward() or threading.get_ident() != self._thread:
+            return
+        if is_in_forward(module):  # an exception ended it
+            self.leave_unfinished_pass()
+            return
+        self._backward_follows = torch.is_grad_enabled()
+        self.policy.end_pass()
 
     # Whatever else moves through the same machinery.
 
