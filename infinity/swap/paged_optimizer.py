@@ -111,6 +111,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.lap.check_untouched()
             self._check_used(grad_scale)
             self._paging.finish_updates()
+            self._paging.paged.updates.check_unwritten()
             self.take_gradients()
 
     @torch.no_grad()

@@ -22,12 +22,14 @@ of which a gradient is missing, or that was used in forward more than once so th
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
 
 from infinity.aio import Lease
+from infinity.errors import IntegrityError
 from infinity.swap.chunk import ChunkState, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
@@ -95,8 +97,6 @@ class PendingUpdates:
         stager = self._stager
         for group in self._groups:
             waits = any(sub in updates for sub in group.members)
-            if waits:
-                self._check_all_unwritten(group)
             if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
                 if waits:
                     group.free_lodged()
@@ -309,16 +309,17 @@ class PendingUpdates:
         self._stager.io.verify(sub.chunk)
         self._check_unwritten(sub)
 
-    def _check_all_unwritten(self, group: PagedGroup) -> None:
-        """`_check_unwritten` of all that no update has replaced."""
-        if group.chunk is not None and group.chunk.state is ChunkState.STAGED:
-            for sub in group.members:
-                if sub.chunk not in group.chunk.early:
-                    self._check_unwritten(sub)
+    def check_unwritten(self) -> None:
+        """`_check_unwritten` of all that a step is about to update and no update has replaced; nothing is changed before it."""
+        for group in self._groups:
+            if group.chunk is not None and group.chunk.state is ChunkState.STAGED:
+                for sub in group.members:
+                    if sub.layout.trained and sub.chunk not in group.chunk.early:
+                        self._check_unwritten(sub)
 
     def _check_unwritten(self, sub: PagedSubGroup) -> None:
-        """Raise IntegrityError where somebody wrote to compute parameters of a sub-group, where its group is staged, without a
-        trace, as gathered parameters can be written to: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py."""
+        """Raise IntegrityError if compute parameters of a sub-group were written to without a trace in the lease of its group,
+        where they are gathered: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py. They are read again then."""
         group, stager = self.group_of(sub), self._stager
         if (
             group is None
@@ -331,7 +332,12 @@ class PendingUpdates:
         stager.settle(sub.chunk)  # what is written has its checksums by the end of the write
         location = sub.locations[sub.layout.gathered]
         start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
-        stager.io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
+        try:
+            stager.io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
+        except IntegrityError as error:
+            if group.chunk.state is ChunkState.STAGED:
+                group.forget(stager)
+            raise written_past_torch(group.name) from error
 
     # What follows from the states.
 
@@ -386,6 +392,16 @@ class PendingUpdates:
             if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # other bytes than these
                 self._stager.drop(sub.chunk)
             sub.chunk.reads = reads
+
+
+def written_past_torch(name: str) -> IntegrityError:
+    """Of a group or sub-group, whose compute parameters differ from what was read of them."""
+    return IntegrityError(
+        f"parameters of {name} were changed in host memory while they were gathered, past torch (through numpy, DLPack or a "
+        "pointer), or this memory is faulty. The drive holds their true values: call zero_grad(), begin the step again "
+        "with its first micro-batch, and change parameters between passes",
+        errno.EBADMSG,
+    )
 
 
 def _in_turn(moving: list[PagedSubGroup], in_memory: list[PagedSubGroup]) -> list[PagedSubGroup]:
