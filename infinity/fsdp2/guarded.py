@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -34,16 +34,15 @@ from infinity.errors import InfinityError
 from infinity.fsdp2.private import FSDPParamGroup, FSDPState, TrainingState, collect_grad_tensors
 
 
-def guard(model: nn.Module, *, keeps_gathered: bool = False) -> None:
+def guard(model: nn.Module) -> None:
     """Set FSDP2's state up for passes through `model`, whether it ran before or not, with the classes of this file.
 
-    To be called on the root, once its parameters are those that are trained, and have memory.
-
-    Args:
-        keeps_gathered: whether forwards without gradients keep gathered what FSDP2 keeps, as for a model that is only run.
+    To be called on the root, once its parameters are those that are trained, and have memory. A model without trained
+    parameters keeps gathered what FSDP2 keeps, from one forward to the next.
     """
     assert isinstance(model, FSDPModule)
     states = list(dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)))
+    keeps_gathered = not any(parameter.requires_grad for parameter in model.parameters())
     with outside_inference_mode():
         for state in states:
             state.__class__ = GuardedState
@@ -127,6 +126,8 @@ class GuardedGroup(FSDPParamGroup):
     def begin(self, state: FSDPState, *, keeps_gathered: bool) -> None:
         """Nothing of the group was ever gathered; FSDP2 looks at its parameters anew."""
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
+        self.before_reduction: Callable[[], object] = bool
+        """Called before gradients are reduced; an exception of it leaves them unreduced."""
         self._forwards = 0
         """Of the group, within another one of it: a method that was registered as a forward may call the forward."""
         self._versions: dict[Any, int] = {}
@@ -179,6 +180,8 @@ class GuardedGroup(FSDPParamGroup):
         return output
 
     def post_backward(self, *unused: Any) -> None:
+        if any(grad is not None for grad in self.unreduced()):
+            self.before_reduction()
         super().post_backward(*unused)
         state = self._state()
         if state is not None and state._training_state == TrainingState.PRE_BACKWARD:

@@ -88,6 +88,12 @@ def is_at_rest(model: nn.Module, *, gathered: bool) -> bool:
     return not is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
 
 
+def before_reductions(model: nn.Module, check: Callable[[], object]) -> None:
+    """Call `check` before gradients of a group are reduced, whatever backward they come of."""
+    for group in _all_groups(model):
+        group.before_reduction = check
+
+
 def gathered_groups(model: nn.Module) -> list[int]:
     """The numbers of the groups that are gathered."""
     return [number for number, group in enumerate(_all_groups(model)) if not group.is_sharded]

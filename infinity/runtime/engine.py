@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
-from infinity.fsdp2.sharding import local_of, reshard
+from infinity.fsdp2.sharding import before_reductions, local_of, reshard
 from infinity.fsdp2.vertical import Vertical
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
@@ -113,6 +113,7 @@ class Engine(Passes):
         self._guard = PassGuard(
             module, optimizer, self.health, paging, updater, commits, activations, routes, self._progress
         )
+        before_reductions(module, self._guard.check_backward)
         hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
         self._state = EngineState(
             module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, paging, updater, self._progress

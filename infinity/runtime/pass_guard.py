@@ -49,9 +49,9 @@ class PassGuard:
     """Around the passes of one engine. Knows what is going on, and what the gradients are.
 
     [Note: Gradients are looked for]
-    Anybody may drop gradients (`optimizer.zero_grad()`, `module.zero_grad()`, `parameter.grad = None`) or make some (a backward
-    without the engine), and nobody tells. So whether there are any is looked for when it matters. Only that they are partial
-    can't be seen, and is noted, until they are found gone.
+    Gradients may be dropped in many ways (`optimizer.zero_grad()`, `module.zero_grad()`, `parameter.grad = None`), and none of
+    them tells. So whether there are any is looked for when it matters. Only that they are partial can't be seen, and is noted,
+    until they are found gone.
     """
 
     _module: nn.Module
@@ -156,6 +156,13 @@ class PassGuard:
                 "engine.zero_grad() to drop them, and begin the step anew with its first micro-batch"
             )
         self._begin_step_anew()
+
+    def check_backward(self) -> None:
+        """Raise InfinityError if gradients come of a backward that isn't the engine's."""
+        if self._under_way is not Pass.BACKWARD:
+            raise InfinityError(
+                "loss.backward() makes gradients that the engine doesn't count, scale or average: call engine.backward(loss)"
+            )
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As `Engine.zero_grad`."""

@@ -150,7 +150,7 @@ class Paging:
     ) -> None:
         """From now on the model has the paged tensors, and its passes are followed."""
         install(model, dict(replacements))
-        guard(model, keeps_gathered=not any(shard.trained for shard in self.paged.shards))
+        guard(model)
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):

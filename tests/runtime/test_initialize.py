@@ -371,6 +371,22 @@ def test_step_without_backward_is_refused(nvme_path: Path) -> None:
             engine.step()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_gradients_of_another_backward_are_refused(device: str, accumulation: int, nvme_path: Path) -> None:
+    zero = config(nvme_path)["zero_optimization"] if device == "nvme" else {"stage": 3}
+    changes = {"zero_optimization": zero, "gradient_accumulation_steps": accumulation}
+    engine, *_ = infinity.initialize(model=model(), config=config(nvme_path) | changes)
+    with engine:
+        for _ in range(2):  # before the first step, and after one
+            with pytest.raises(infinity.InfinityError, match=r"call engine\.backward\(loss\)"):
+                engine(torch.ones(2, 8)).mean().backward()
+            for _ in range(accumulation):
+                engine.backward(engine(torch.ones(2, 8)).mean())
+                engine.step()
+        assert engine.global_steps == 2
+
+
 def test_a_plateau_schedule_is_stepped_by_its_metric(nvme_path: Path) -> None:
     engine, _, _, schedule = infinity.initialize(
         model=model(),
