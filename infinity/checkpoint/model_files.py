@@ -26,6 +26,7 @@ from safetensors.torch import save
 from infinity.checkpoint.draft import clear_abandoned
 from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError
+from infinity.fsdp2.materialize import INDEX, SINGLE
 from infinity.store.files import open_regular, read_small, sync
 from infinity.units import GIB, MIB
 
@@ -34,8 +35,6 @@ log = logging.getLogger("infinity")
 SAFETENSORS_BYTES_MAX = 2 * GIB
 """Bytes per file of a 16-bit model."""
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _WRITER = {"writer": "infinity"}
 _HEADER_BYTES_MAX = 100 * MIB
 _PIECE_NUMEL = 4 << 20

@@ -5,14 +5,17 @@ No more than one tensor, or one rank's shard of it, is ever held; what goes to t
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +29,13 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.coded import parts_of_codes
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
 from infinity.store.stored_parameter import read_rows, stored_parameter
+
+log = logging.getLogger("infinity")
+
+_T = TypeVar("_T")
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @torch.no_grad()
@@ -62,7 +72,7 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
 def _headers(path: Path) -> dict[str, StoredTensor]:
     """Where each tensor is. Raises CheckpointError where a file is damaged or can't be read."""
     try:
-        return {name: tensor for file in _files(path) for name, tensor in read_header(file).items()}
+        return _by_name(path, read_header)
     except OSError as error:
         raise CheckpointError(f"{error.filename} can't be read ({error.strerror}): fetch or save it again") from None
 
@@ -130,14 +140,15 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file of each tensor."""
-    where: dict[str, Any] = {}
-    for file in _files(path):
+
+    def opened(file: Path) -> dict[str, Any]:
         try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
+            tensors = stack.enter_context(safe_open(file, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} is damaged or not safetensors ({error}): fetch or save it again") from None
-        where.update(dict.fromkeys(opened.keys(), opened))
-    return where
+        return dict.fromkeys(tensors.keys(), tensors)
+
+    return _by_name(path, opened)
 
 
 def _local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -150,23 +161,40 @@ def _local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     return data._local_tensor, rows * mesh.get_local_rank(mesh.ndim - 1)
 
 
-def _files(path: Path) -> list[Path]:
+def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict[str, _T]:
+    """What `tensors_in` gives for each tensor in safetensors (a file, an index, a folder with either), by name.
+
+    Out of several files come the tensors that the index names, each from the file that it names. In a folder with a single
+    file and an index the single file counts, as for transformers' `from_pretrained`. Raises CheckpointError.
+    """
+    single, index = path / SINGLE, path / INDEX if path.is_dir() else path
     if path.is_file() and path.suffix != ".json":
-        return [path]
-    index = path / "model.safetensors.index.json" if path.is_dir() else path
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            if not all(name == Path(name).name != ".." for name in names):
-                raise ValueError("a file of another folder")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return dict(tensors_in(path))
+    if single.is_file():
+        if index.is_file():
+            _say_single_counts(path)
+        return dict(tensors_in(single))
+    if not index.is_file():
+        raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
+    try:
+        file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        if not all(name == Path(name).name != ".." for name in file_of.values()):
+            raise ValueError("a file of another folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{index} is damaged or not an index of safetensors: fetch or save it again") from None
+    files = {name: tensors_in(index.parent / name) for name in sorted({*file_of.values()})}
+    for name, file in file_of.items():
+        if name not in files[file]:
             raise CheckpointError(
-                f"{index} is damaged or not an index of safetensors: fetch or save it again"
-            ) from None
-        return sorted(index.parent / name for name in names)
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+                f"{index.parent / file} lacks {name}, which {index.name} says it holds: fetch both again"
+            )
+    return {name: files[file][name] for name, file in file_of.items()}
+
+
+@functools.cache
+def _say_single_counts(folder: Path) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("%s holds %s and %s: the former is read, as from_pretrained does", folder, SINGLE, INDEX)
 
 
 def _list(heading: str, names: list[str]) -> str:

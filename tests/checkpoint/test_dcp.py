@@ -880,9 +880,35 @@ def test_damaged_weights_name_their_file(file: str, nvme_path: Path, tmp_path: P
     (tmp_path / file).write_bytes(b"\x40\0\0\0\0\0\0\0{")
     with pytest.raises(infinity.CheckpointError, match=rf"{file} is damaged.*again"):
         engine_for(nvme_path, weights=tmp_path)
+    (tmp_path / file).unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(infinity.CheckpointError, match=r"gone.safetensors is damaged.*again"):
         engine_for(nvme_path, weights=tmp_path)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_each_tensor_comes_from_the_file_that_the_index_names(
+    frozen: bool, nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files may hold more, such as older values; and a single file counts before an index, as for from_pretrained."""
+    index = tmp_path / "model.safetensors.index.json"
+    stale, bias = {"weight": torch.full((4, 4), 2.0)}, {"bias": torch.zeros(4)}
+    save_file({"weight": torch.full((4, 4), 1.0)}, tmp_path / "a")
+    save_file({**stale, **bias, "not of the model": torch.ones(1)}, tmp_path / "b")
+
+    def read() -> float:
+        model = nn.Linear(4, 4)
+        model.weight.requires_grad_(not frozen)
+        with engine_for(nvme_path, model=model, weights=tmp_path) as engine:
+            return float(engine.module.state_dict()["weight"].full_tensor()[0, 0])
+
+    index.write_text(json.dumps({"weight_map": {"weight": "a", "bias": "b"}}))
+    assert read() == 1.0
+    index.write_text(json.dumps({"weight_map": {"weight": "a", "bias": "a"}}))
+    with pytest.raises(infinity.CheckpointError, match=r"a lacks bias, which model.* says it holds: fetch both again"):
+        read()
+    save_file({**stale, **bias}, tmp_path / "model.safetensors")
+    assert read() == 2.0 and caplog.text.count("the former is read") == 1
 
 
 @pytest.mark.inputs
