@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+_LINE_MAX = 400
+
 
 def in_words(error: BaseException) -> str:
     """What it says, or what it is where it says nothing, as KeyboardInterrupt does."""
@@ -83,3 +88,26 @@ class IntegrityError(IoError):
         self.concerning(
             f"{name}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena"
         )
+
+
+def printable(text: str) -> str:
+    """What others wrote, as one line that a terminal only shows."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_LINE_MAX])
+    return line if len(text) <= _LINE_MAX else f"{line}..."
+
+
+@contextlib.contextmanager
+def parsing(what: str, advice: str) -> Iterator[None]:
+    """Around looking into what others wrote, which may raise anything: it becomes a CheckpointError of one line.
+
+    Our own errors stay as they are.
+
+    what: the file and what is the matter with it, such as "FILE is damaged". advice: what to do.
+    """
+    try:
+        yield
+    except InfinityError:
+        raise
+    except Exception as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else in_words(error)
+        raise CheckpointError(f"{what} ({printable(why)}): {advice}") from None

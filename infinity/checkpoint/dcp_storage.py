@@ -3,8 +3,8 @@
 [Note: No code from a checkpoint]
 DCP's `.metadata` is a pickle, and so is everything but tensors in its files; a pickle can run any code. We keep the format, so
 that stock training can read our checkpoints and we its. But our unpickler knows DCP's classes, torch's dtypes and sizes, and
-nothing else; other parts go through torch.load(weights_only=True), which does the same. Where there is a manifest, the small
-files are also compared with their hashes before they are parsed.
+nothing else, and bounds what they take (careful_pickle.py); other parts go through torch.load(weights_only=True), which knows
+as little. Where there is a manifest, the small files are also compared with their hashes before they are parsed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from infinity.errors import CheckpointError
+from infinity.checkpoint.careful_pickle import CarefulUnpickler
+from infinity.errors import parsing
 from infinity.store.files import StoredFile, create_private, open_regular
+from infinity.units import MIB
 
 _PATHS = {"Path", "PosixPath", "PurePosixPath"}
 _ALLOWED = {
@@ -48,11 +50,13 @@ _ALLOWED = {
     "pathlib._local": _PATHS,
 }
 """The names that may be unpickled, by module; also the dtypes of torch."""
+_SHARED_MAX = 1000
+"""How many times its bytes a `.metadata` may hold: names, types and places are shared."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(CarefulUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
@@ -121,12 +125,8 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's index. Raises CheckpointError where it is anything else."""
         if self._metadata is None:
-            try:
+            with parsing(f"{self._folder / '.metadata'} is damaged", "load another checkpoint"):
                 self._metadata = self._unpickle()
-            except Exception as error:  # a pickle of arbitrary bytes can raise anything
-                raise CheckpointError(
-                    f"{self._folder / '.metadata'} is damaged ({str(error) or type(error).__name__})"
-                ) from None
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -136,7 +136,8 @@ class Reader(dcp.FileSystemReader):
 
     def _unpickle(self) -> Metadata:
         with open_regular(self._folder / ".metadata") as file:
-            metadata = _Unpickler(file).load()
+            content = file.read()
+        metadata = _Unpickler(content, _SHARED_MAX * len(content) + MIB).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
         for info in metadata.storage_data.values():

@@ -18,7 +18,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ import torch
 
 from infinity.checkpoint.foreign_pickle import Inert, StoredTensor, load_foreign
 from infinity.checkpoint.manifest import is_deepspeed_checkpoint
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, parsing
 from infinity.store.files import read_small
+from infinity.store.foreign import parse_shape
 
 MASTER = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,6 +41,7 @@ _UNSUPPORTED = {
     r"layer_\d+-model_.*": "it has files of layers, so it is of a pipeline",
     r"offloaded_tensors": "the optimizer's state is in offloaded_tensors, swap files that only the run that wrote them knows",
 }
+_COUNT_MAX = 2**53
 _ADVICE = "resume it in DeepSpeed with ZeRO-3 alone and the optimizer not on NVMe, and save again"
 
 
@@ -65,7 +67,7 @@ class Parameter:
     extents: Sequence[Extent]
     values: Mapping[str, Sequence[StoredTensor]]
     group: int | None = None
-    steps: float | None = None
+    steps: int | None = None
 
     def read(self, field: str, first: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment, flat, in fp32. Raises CheckpointError."""
@@ -164,17 +166,15 @@ class _ModelState:
         self.path = path
         self.content = load_foreign(path)
         with as_expected(path):
-            self.module: dict[str, Any] = dict(self.content["module"])
-            self.global_steps = int(self.content["global_steps"])
-            self.shapes = [
-                {name: _shape(shape) for name, shape in group.items()} for group in self.content["param_shapes"]
-            ]
-            self.frozen_shapes = {n: _shape(s) for n, s in (self.content.get("frozen_param_shapes") or {}).items()}
-            self.frozen_parts = dict(self.content.get("frozen_param_fragments") or {})
-            self.aliases = dict(self.content.get("shared_params") or {})
+            self.module: dict[str, Any] = _by_name(self.content["module"])
+            self.global_steps = count_of(self.content["global_steps"])
+            self.shapes = [_shapes(group) for group in self.content["param_shapes"]]
+            self.frozen_shapes = _shapes(self.content.get("frozen_param_shapes") or {})
+            self.frozen_parts = _by_name(self.content.get("frozen_param_fragments") or {})
+            self.aliases: dict[str, str] = _by_name(self.content.get("shared_params") or {})
             self.buffers = {n: self.module[n] for n in self.content["buffer_names"] if n in self.module}
-        if self.content.get("mp_world_size", 1) != 1:
-            raise _refused(path, "it is of a tensor- or pipeline-parallel run")
+            if self.content.get("mp_world_size", 1) != 1:
+                raise _refused(path, "it is of a tensor- or pipeline-parallel run")
 
 
 class _Layout:
@@ -186,7 +186,7 @@ class _Layout:
     def frozen(self, known: set[str]) -> Iterator[Parameter]:
         """The parameters in the model's state dict that are not `known`. Up to stage 2 that holds their values."""
         whole = not self.model.path.name.startswith("zero_pp_rank_")
-        for name in self.model.module.keys() - known if whole else self.model.frozen_shapes:
+        for name in [n for n in self.model.module if n not in known] if whole else self.model.frozen_shapes:
             parts = [_tensor(state.module[name] if whole else state.frozen_parts[name]) for state in self.states]
             shape = parts[0].shape if whole else self.model.frozen_shapes[name]
             yield _checked(Parameter(name, shape, _equal_parts(shape, len(parts), 0), {MASTER: parts}))
@@ -198,6 +198,9 @@ class _Layout:
         parameters = [*trained]
         known = {parameter.name for parameter in parameters} | model.aliases.keys() | model.buffers.keys()
         parameters += self.frozen(known)
+        names = [*(parameter.name for parameter in parameters), *model.aliases, *model.buffers]
+        if len(names) > len(set(names)):
+            raise ValueError("it has two values under a name")
         if lacking := sorted(model.module.keys() - known - {parameter.name for parameter in parameters}):
             raise _refused(model.path, f"it has no values of {lacking[0]} ({len(lacking)} parameters in all)")
         return DeepSpeedCheckpoint(
@@ -239,7 +242,8 @@ class _Partitioned(_Layout):
             )
         groups = first[self.base_key]["param_groups"]
         trained = self._trained(groups, self._extents_of_stage3 if stage3 else self._extents_of_fragments)
-        stage = next(iter(getattr(first.get("zero_stage"), "arguments", ())), 3 if stage3 else "1 or 2")
+        stage = next(iter(getattr(first.get("zero_stage"), "arguments", ())), 0)
+        stage = stage if stage in (1, 2, 3) else 3 if stage3 else "1 or 2"
         return self.made(f"ZeRO stage {stage}", ranks, trained, groups, first)
 
     def _trained(self, groups: Any, extents_of: Any) -> Iterator[Parameter]:
@@ -251,7 +255,7 @@ class _Partitioned(_Layout):
             of_ranks = [_adam_state(self.path, state[self.base_key]["state"].get(number)) for state in self.optimizers]
             values |= {name: [_tensor(state[name]) for state in of_ranks] for name in MOMENTS}
             group = group_of[number]
-            steps = {_number(state.get("step", groups[group].get("step"))) for state in of_ranks}
+            steps = {count_of(state.get("step", groups[group].get("step"))) for state in of_ranks}
             if len(steps) > 1:
                 raise _mixed(self.path, "optimizers", steps)
             extents = extents_of(number, shapes)
@@ -273,7 +277,7 @@ class _Partitioned(_Layout):
         for rank, state in enumerate(self.optimizers):
             for name, fragment in state["param_slice_mappings"][number].items():
                 address = fragment.attributes()
-                extents[name].append(Extent(rank, int(address["start"]), int(address["numel"])))
+                extents[name].append(Extent(rank, count_of(address["start"]), count_of(address["numel"])))
         return extents
 
 
@@ -298,7 +302,7 @@ class _Universal(_Layout):
                     raise ValueError(f"{name!r} is not the name of a folder in it")
                 values = {field: [_whole(zero / name / f"{field}.pt")] for field in _FIELDS}
                 noted = zero / name / "step.pt"
-                of_parameter = _number(load_foreign(noted) if noted.exists() else steps)
+                of_parameter = count_of(load_foreign(noted) if noted.exists() else steps)
                 extents = [Extent(0, 0, math.prod(shape))]
                 yield _checked(Parameter(name, shape, extents, values, group, of_parameter), whole=True)
 
@@ -360,32 +364,46 @@ def _tensor(value: Any) -> StoredTensor:
     return value
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    if not all(isinstance(size, int) and size >= 0 for size in value):
-        raise ValueError(f"{value} is no shape")
-    return tuple(value)
+def _shapes(group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: parse_shape(shape) for name, shape in _by_name(group).items()}
 
 
-def _number(value: Any) -> float:
+def _by_name(values: Mapping[Any, Any]) -> dict[str, Any]:
+    values = dict(values)
+    if not all(isinstance(name, str) and name.isprintable() for name in values):
+        raise ValueError("a parameter's name is no text")
+    return values
+
+
+def number_of(value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite number, or the tensor of one, that others wrote. Raises ValueError for another."""
     if isinstance(value, StoredTensor) and value.numel == 1:
         value = value.read().item()
     if not isinstance(value, (int, float)):
-        raise TypeError("it doesn't say how many steps its optimizer has taken")
-    return float(value)
+        raise ValueError(f"it has a {getattr(value, 'of', type(value).__name__)} for a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("it has a number that is not finite")
+    if not low <= number <= high:
+        raise ValueError(f"it has the number {number:g}, which can't be")
+    return number
 
 
-@contextlib.contextmanager
-def as_expected(path: Path) -> Iterator[None]:
+def count_of(value: Any, low: int = 0) -> int:
+    """A number of steps, elements or the like. Raises ValueError."""
+    number = number_of(value, low, _COUNT_MAX)
+    if number != int(number):
+        raise ValueError(f"it has the number {number:g}, which can't be")
+    return int(number)
+
+
+def as_expected(path: Path) -> contextlib.AbstractContextManager[None]:
     """Around looking into what was loaded: what isn't there, or is otherwise, becomes a CheckpointError."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"{path} is not as DeepSpeed 0.8 to 0.19 saves with ZeRO ({why}): {_ADVICE}") from None
+    return parsing(f"{path} is not as DeepSpeed 0.8 to 0.19 saves with ZeRO", _ADVICE)
 
 
-def _mixed(path: Path, of: str, steps: set[Any]) -> CheckpointError:
-    told = ", ".join(f"{number:g}" for number in sorted(steps))
+def _mixed(path: Path, of: str, steps: Iterable[int]) -> CheckpointError:
+    told = ", ".join(str(number) for number in sorted(steps))
     return CheckpointError(f"{path} is mixed: its {of} are at steps {told}; copy all files of one save")
 
 

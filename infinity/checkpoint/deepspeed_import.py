@@ -19,13 +19,21 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.dcp_storage import Writer
-from infinity.checkpoint.deepspeed_files import MASTER, MOMENTS, DeepSpeedCheckpoint, as_expected, open_deepspeed
+from infinity.checkpoint.deepspeed_files import (
+    MASTER,
+    MOMENTS,
+    DeepSpeedCheckpoint,
+    as_expected,
+    count_of,
+    number_of,
+    open_deepspeed,
+)
 from infinity.checkpoint.foreign_pickle import Inert, StoredTensor
 from infinity.checkpoint.manifest import FILE_NAME, LATEST, Manifest
 from infinity.checkpoint.piecewise import Progress, Unread, new_folder, write_state
 from infinity.checkpoint.training_state import encode
 from infinity.config.rules import names_of
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, printable
 from infinity.store.files import StoredFile, sync, write_durably
 
 _ADAMS = {"adam", "adamw"}
@@ -73,19 +81,21 @@ def import_deepspeed(
     """
     source, final = open_deepspeed(directory, tag), Path(output)
     with as_expected(source.path):
-        kind = str(_optimizer_config(source).get("type", "Adam"))
+        kind = _optimizer_config(source).get("type", "Adam")
+        if not isinstance(kind, str):
+            raise ValueError("its optimizer has no name")
         if kind.lower() not in _ADAMS:
             raise CheckpointError(
-                f"{source.path} is of the optimizer {kind}, and only Adam and AdamW go over: train anew"
+                f"{source.path} is of the optimizer {printable(kind)}, and only Adam and AdamW go over: train anew"
             )
         state, unread = _state_of(source)
         training_state, left_out = _training_state_of(source)
-    numel = sum(math.prod(parameter.shape) for parameter in source.parameters)
-    nbytes = sum(tensor.nbytes for tensor in unread.values())
-    imported = Imported(source, final / source.path.name, numel, nbytes, training_state, left_out)
-    if not dry:
-        with new_folder(final, nbytes) as folder:
-            _write(imported, folder, state, unread, progress(nbytes))
+        numel = sum(math.prod(parameter.shape) for parameter in source.parameters)
+        nbytes = sum(tensor.nbytes for tensor in unread.values())
+        imported = Imported(source, final / source.path.resolve().name, numel, nbytes, training_state, left_out)
+        if not dry:
+            with new_folder(final, nbytes) as folder:
+                _write(imported, folder, state, unread, progress(nbytes))
     return imported
 
 
@@ -122,7 +132,7 @@ def _state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], dict[str, Un
         model[name] = unread[f"model.{name}"].in_state_dict()
         if parameter.steps is None:
             continue
-        moments[name] = {"step": torch.tensor(parameter.steps)}
+        moments[name] = {"step": torch.tensor(float(parameter.steps))}
         for moment in MOMENTS:
             unread[f"optimizer.state.{name}.{moment}"] = Unread(shape, partial(parameter.read, moment))
             moments[name][moment] = unread[f"optimizer.state.{name}.{moment}"].in_state_dict()
@@ -138,15 +148,16 @@ def _state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], dict[str, Un
 def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
     """A group of the optimizer with the keys of torch's AdamW."""
     told = _optimizer_config(source).get("params") or {}
-    lr, decoupled = _value(group["lr"]), group.get("decoupled_weight_decay")
+    lr, decoupled = number_of(group["lr"], 0.0), group.get("decoupled_weight_decay")
     if decoupled is None:  # DeepSpeed's own Adams don't say; this is what its engine makes of the config
         named = str(_optimizer_config(source).get("type", "AdamW"))
         decoupled = named.lower() == "adamw" or bool(told.get("adam_w_mode", True))
+    first_beta, second_beta = group["betas"]
     return {
         "lr": lr,
-        "betas": tuple(_value(beta) for beta in group["betas"]),
-        "eps": _value(group["eps"]),
-        "weight_decay": _value(group["weight_decay"]),
+        "betas": (number_of(first_beta, 0.0, 1.0), number_of(second_beta, 0.0, 1.0)),
+        "eps": number_of(group["eps"], 0.0),
+        "weight_decay": number_of(group["weight_decay"], 0.0),
         "amsgrad": False,
         "maximize": bool(group.get("maximize", False)),
         "foreach": None,
@@ -154,7 +165,7 @@ def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str
         "differentiable": False,
         "fused": True,
         "decoupled_weight_decay": bool(decoupled),
-        "initial_lr": _value(group.get("initial_lr", told.get("lr", lr))),
+        "initial_lr": number_of(group.get("initial_lr", told.get("lr", lr)), 0.0),
     }
 
 
@@ -162,32 +173,29 @@ def _optimizer_config(source: DeepSpeedCheckpoint) -> Mapping[str, Any]:
     return source.config.get("optimizer") or {}
 
 
-def _value(value: Any) -> float:
-    return float(value.read().item() if isinstance(value, StoredTensor) else value)
-
-
 def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
     """As `save_checkpoint` writes it; and what is left out, in words."""
     told, left_out = source.model_state, ["random numbers: DeepSpeed stores none"]
     client_state = {}
-    for key in told.keys() - _OF_DEEPSPEED:
+    for key in [key for key in told if key not in _OF_DEEPSPEED]:
         try:
             client_state[key] = _plain(told[key])
             encode({"value": client_state[key]})
-        except (CheckpointError, TypeError, RecursionError) as error:
+        except (CheckpointError, TypeError) as error:
             client_state.pop(key, None)
-            left_out.append(f"client_state[{key!r}]: it is not plain data ({str(error).split(': ')[0]})")
+            why = str(error).split(": ")[0]
+            left_out.append(printable(f"client_state[{key!r}]: it is not plain data ({why})"))
     try:
         schedule = _schedule(told.get("lr_scheduler"), source)
     except TypeError as error:
         schedule = None
-        left_out.append(f"the learning-rate schedule's place: it is not plain data ({error})")
+        left_out.append(printable(f"the learning-rate schedule's place: it is not plain data ({error})"))
     left_out += [
         f"{key}, which has no counterpart" for key in ("data_sampler", "random_ltd") if told.get(key) is not None
     ]
     state = {
-        "global_steps": int(told["global_steps"]),
-        "skipped_steps": int(told.get("skipped_steps", 0)),
+        "global_steps": count_of(told["global_steps"]),
+        "skipped_steps": count_of(told.get("skipped_steps", 0)),
         "loss_scale": _loss_scale(source.loss_scaler),
         "lr_scheduler": schedule,
         "client_state": client_state,
@@ -199,32 +207,38 @@ def _schedule(stored: Any, source: DeepSpeedCheckpoint) -> Any:
     """The state of torch's own schedules is as it is. DeepSpeed's say which iteration is in force, in counting from 0 from the
     second step on: see [Note: which step has which learning rate]. The formula is in the config."""
     if not isinstance(stored, dict) or stored.keys() != {"last_batch_iteration"}:
-        return _plain(stored)
-    steps = int(stored["last_batch_iteration"]) + 1
-    rates = [_value(group["lr"]) for group in source.groups]
+        plain = _plain(stored)
+        for key in ("last_epoch", "_step_count") if isinstance(plain, dict) else ():
+            count_of(plain.get(key, 0), -1)
+        return plain
+    steps = count_of(stored["last_batch_iteration"], -1) + 1
+    rates = [number_of(group["lr"], 0.0) for group in source.groups]
     return {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
 
 
 def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, Any]:
     if "cur_iter" not in scaler:
-        return {"scale": float(scaler.get("cur_scale", 1.0))}
+        return {"scale": number_of(scaler.get("cur_scale", 1.0), 0.0)}
     return {
-        "scale": float(scaler["cur_scale"]),
-        "step": int(scaler["cur_iter"]),
-        "last_overflow": int(scaler["last_overflow_iter"]),
-        "hysteresis": int(scaler.get("cur_hysteresis", 1)),
+        "scale": number_of(scaler["cur_scale"], 0.0),
+        "step": count_of(scaler["cur_iter"]),
+        "last_overflow": count_of(scaler["last_overflow_iter"], -1),
+        "hysteresis": count_of(scaler.get("cur_hysteresis", 1)),
     }
 
 
-def _plain(value: Any) -> Any:
-    """The value with its tensors in memory. Raises TypeError where there is something in it that was an object."""
+def _plain(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """The value with its tensors in memory. Raises TypeError where something in it was an object, or holds itself."""
+    if id(value) in within:
+        raise TypeError("it holds itself")
+    within = (*within, id(value))
     if isinstance(value, Inert) or (isinstance(value, type) and issubclass(value, Inert)):
         raise TypeError(value.of)
     if isinstance(value, StoredTensor):
         return value.whole()
     if isinstance(value, dict):
-        return {_plain(key): _plain(entry) for key, entry in value.items()}
+        return {_plain(key): _plain(entry, within) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         kind = type(value)
-        return kind(_plain(entry) for entry in value)
+        return kind(_plain(entry, within) for entry in value)
     return value

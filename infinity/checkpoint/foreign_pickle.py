@@ -5,7 +5,8 @@ until their elements are asked for. Any thread.
 `torch.save` writes a zip archive: a pickle of everything but the elements of tensors, and these in a record for each storage.
 Such a pickle names classes and functions to call. Here no name leads to one: a few that data needs (ordered dicts, sizes,
 tensors) lead to a stand-in of ours that makes plain data, all others to an `Inert`, which notes what it was made of and does
-nothing. No module is imported, so the program that wrote the file need not be there.
+nothing. No module is imported, so the program that wrote the file need not be there. What is read is bounded by the length of
+the file: see careful_pickle.py.
 """
 
 from __future__ import annotations
@@ -13,24 +14,33 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import reprlib
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from infinity.errors import CheckpointError
+from infinity.checkpoint.careful_pickle import CarefulUnpickler
+from infinity.errors import CheckpointError, parsing
 from infinity.store.files import open_regular
+from infinity.store.foreign import parse_shape
+from infinity.units import MIB
 
 _PICKLE = "/data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of a file in a zip archive: its mark, and how long its name and its extra field are (PKWARE's APPNOTE, 4.3.7)."""
 
-_REPEATED_BYTES_MAX = 1 << 30
-"""How much larger than its storage a tensor may be: one that was expanded."""
+_SHARED_MAX = 64
+_REPEATED_BYTES_MAX = 64 * MIB
+"""A file may hold as many times its length where tensors share elements, and so many bytes more of those that were expanded."""
+
+_CLASSES_MAX = 1000
+_NAME_LENGTH_MAX = 1000
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -96,6 +106,10 @@ class StoredTensor:
     def __setstate__(self, state: Any) -> NoReturn:
         raise pickle.UnpicklingError("a tensor has no other state")
 
+    def __sizeof__(self) -> int:
+        """Bytes that its elements take: see `weigh`."""
+        return self.numel * self.dtype.itemsize
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -134,37 +148,45 @@ def load_foreign(path: Path) -> Any:
 
     Raises CheckpointError where the file can't be read, or is anything else.
     """
-    try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            content = _Archive(path, archive)
-            with archive.open(content.prefix + _PICKLE) as pickled:
-                return _Unpickler(pickled, content).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: copy the whole checkpoint") from None
-    except zipfile.BadZipFile:
-        raise CheckpointError(f"{path} is cut off, or torch.save did not write it: copy it anew") from None
-    except Exception as error:  # a pickle of arbitrary bytes can raise anything
-        raise CheckpointError(f"{path} is damaged ({str(error) or type(error).__name__}): copy it anew") from None
+    with parsing(f"{path} is damaged", "copy it anew"):
+        try:
+            with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+                content = _Archive(path, file.fileno(), archive)
+                return _Unpickler(content).load()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: copy the whole checkpoint") from None
+        except zipfile.BadZipFile:
+            raise CheckpointError(f"{path} is cut off, or torch.save did not write it: copy it anew") from None
 
 
 class _Archive:
-    """Where the storages are in the file of an archive."""
+    """The pickle in a file of an archive, and where the storages are. `nbytes`: of the file."""
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
-        self.path, self._archive = path, archive
-        (self.prefix,) = (n[: -len(_PICKLE)] for n in archive.namelist() if n.endswith(_PICKLE) and n.count("/") == 1)
-        if f"{self.prefix}/byteorder" in archive.namelist() and archive.read(f"{self.prefix}/byteorder") != b"little":
-            raise ValueError("its numbers are big-endian")
+    def __init__(self, path: Path, file: int, archive: zipfile.ZipFile) -> None:
+        self.path, self._file, self._archive = path, file, archive
+        self.nbytes = os.fstat(file).st_size
+        (self._prefix,) = (n[: -len(_PICKLE)] for n in archive.namelist() if n.endswith(_PICKLE) and n.count("/") == 1)
+        if f"{self._prefix}/byteorder" in archive.namelist():
+            with archive.open(f"{self._prefix}/byteorder") as byteorder:
+                if byteorder.read(len("little") + 1) != b"little":
+                    raise ValueError("its numbers are big-endian")
+        self._place(_PICKLE)
+        self.pickle = archive.read(f"{self._prefix}{_PICKLE}")
 
     def storage(self, key: str) -> tuple[int, int]:
         """Offset of a storage's bytes in the file, and their number."""
-        info = self._archive.getinfo(f"{self.prefix}/data/{key}")
-        assert self._archive.fp is not None
-        header = os.pread(self._archive.fp.fileno(), _LOCAL_HEADER.size, info.header_offset)
+        if len(key) > _NAME_LENGTH_MAX:
+            raise ValueError("the name of a storage is too long")
+        return self._place(f"/data/{key}")
+
+    def _place(self, name: str) -> tuple[int, int]:
+        info = self._archive.getinfo(f"{self._prefix}{name}")
+        header = os.pread(self._file, _LOCAL_HEADER.size, info.header_offset)
         mark, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
-        if mark != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED:
+        offset = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+        if mark != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED or offset + info.file_size > self.nbytes:
             raise ValueError(f"{info.filename} is not as torch.save writes it")
-        return info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes, info.file_size
+        return offset, info.file_size
 
 
 @dataclass(frozen=True)
@@ -193,31 +215,49 @@ class _StandIn:
         raise pickle.UnpicklingError("a function has no state")
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(CarefulUnpickler):
     """See [Note: Pickles of other programs]."""
 
-    def __init__(self, file: Any, archive: _Archive) -> None:
-        super().__init__(file)
+    def __init__(self, archive: _Archive) -> None:
+        self._tensor_bytes_max = _SHARED_MAX * archive.nbytes + _REPEATED_BYTES_MAX
+        super().__init__(archive.pickle, self._tensor_bytes_max)
         self._archive = archive
-        self._tensor = _StandIn(self._make_tensor)
         self._inert: dict[str, type[Inert]] = {}
+        self._stand_ins = {
+            ("collections", "OrderedDict"): _StandIn(_Dict),
+            ("collections", "defaultdict"): _StandIn(lambda factory=None: _Dict()),
+            ("torch", "Size"): _StandIn(lambda sizes: self.spend(tuple(sizes))),
+            ("_codecs", "encode"): _StandIn(lambda text, coding="latin1": self.spend(str.encode(text, "latin1"))),
+            ("torch._utils", "_rebuild_tensor_v2"): _StandIn(self._make_tensor),
+            ("torch._utils", "_rebuild_parameter"): _StandIn(lambda data, *flags: data),
+            ("torch._tensor", "_rebuild_from_type_v2"): _StandIn(_of_type),
+        }
+        for module in ("builtins", "__builtin__"):
+            self._stand_ins[module, "set"] = _StandIn(lambda members=(): self.spend(set(self.checked_keys(members))))
+            self._stand_ins[module, "frozenset"] = _StandIn(
+                lambda members=(): self.spend(frozenset(self.checked_keys(members)))
+            )
 
     def find_class(self, module: str, name: str) -> Any:
-        if (dtype := getattr(torch, name, None)) is not None and module == "torch" and isinstance(dtype, torch.dtype):
+        if len(module) + len(name) > _NAME_LENGTH_MAX:
+            raise pickle.UnpicklingError("the name of a class is too long")
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return self._tensor
-        if (stand_in := _STAND_INS.get((module, name))) is not None:
+        if (stand_in := self._stand_ins.get((module, name))) is not None:
             return stand_in
         full_name = f"{module}.{name}"
-        return self._inert.setdefault(full_name, type("Inert", (Inert,), {"of": full_name}))
+        if full_name not in self._inert:
+            if len(self._inert) == _CLASSES_MAX:
+                raise pickle.UnpicklingError(f"it names more than {_CLASSES_MAX} classes")
+            self._inert[full_name] = type("Inert", (Inert,), {"of": full_name})
+        return self._inert[full_name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, _ = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise pickle.UnpicklingError(f"it names an unknown kind of storage, {pid!r}")
+            raise pickle.UnpicklingError(f"it names an unknown kind of storage, {reprlib.repr(pid)}")
         return _Storage(dtype, *self._archive.storage(key))
 
     def _make_tensor(
@@ -230,13 +270,15 @@ class _Unpickler(pickle.Unpickler):
         hooks: Any = None,
         *more: Any,
     ) -> StoredTensor:
-        numbers = (first, *shape, *stride)
-        if not isinstance(storage, _Storage) or not all(isinstance(n, int) and 0 <= n < 2**62 for n in numbers):
+        shape = parse_shape(shape)
+        stride = tuple(islice(stride, len(shape) + 1))
+        numbers = (first, *stride)
+        if not isinstance(storage, _Storage) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise pickle.UnpicklingError("it holds a tensor that makes no sense")
-        shape, stride, nbytes = tuple(shape), tuple(stride), storage.dtype.itemsize
+        nbytes = storage.dtype.itemsize
         if len(shape) != len(stride) or (first + _extent(shape, stride)) * nbytes > storage.nbytes:
             raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} in too few bytes")
-        if math.prod(shape) * nbytes > storage.nbytes + _REPEATED_BYTES_MAX:
+        if math.prod(shape) * nbytes > self._tensor_bytes_max:
             raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} that repeats a few numbers")
         return StoredTensor(self._archive.path, storage.offset + first * nbytes, storage.dtype, shape, stride)
 
@@ -255,22 +297,8 @@ def _of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
     return make(*arguments) if isinstance(make, _StandIn) else None
 
 
-_STAND_INS = {
-    ("collections", "OrderedDict"): _StandIn(_Dict),
-    ("collections", "defaultdict"): _StandIn(lambda factory=None, *items: _Dict(*items)),
-    ("torch", "Size"): _StandIn(tuple),
-    ("builtins", "set"): _StandIn(set),
-    ("__builtin__", "set"): _StandIn(set),
-    ("builtins", "frozenset"): _StandIn(frozenset),
-    ("__builtin__", "frozenset"): _StandIn(frozenset),
-    ("_codecs", "encode"): _StandIn(lambda text, coding="latin1": str.encode(text, "latin1")),
-    ("torch._utils", "_rebuild_parameter"): _StandIn(lambda data, *flags: data),
-    ("torch._tensor", "_rebuild_from_type_v2"): _StandIn(_of_type),
-}
-
-
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    return tuple(math.prod(size or 1 for size in shape[number + 1 :]) for number in range(len(shape)))
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

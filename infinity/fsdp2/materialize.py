@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, parsing
 from infinity.fsdp2.adapters import is_copy, names_in_files
 from infinity.fsdp2.experts import parts_in_files, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
@@ -55,7 +55,7 @@ def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
     """The frozen parameters that can rest in safetensors (as for `load_weights`), by their first name, and where they are
     there. Raises CheckpointError where a file is damaged, ConfigError where what decodes them is not installed."""
-    where = _headers(Path(path))
+    where = _by_name(Path(path), read_header)
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model, where)
     for parameter, names in parameter_names(model).items():
@@ -67,14 +67,6 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
         if stored.shape == tuple(parameter.shape) != ():
             resting[names[0]] = stored
     return resting
-
-
-def _headers(path: Path) -> dict[str, StoredTensor]:
-    """Where each tensor is. Raises CheckpointError where a file is damaged or can't be read."""
-    try:
-        return _by_name(path, read_header)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} can't be read ({error.strerror}): fetch or save it again") from None
 
 
 def _stored(names: Sequence[str], where: Mapping[str, StoredTensor]) -> StoredParameter | None:
@@ -97,7 +89,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         required |= buffer_names(model, persistent=True)
         names_of = {**required, **buffer_names(model, persistent=False)}
         found_as = names_in_files(model, where)
-        headers = _headers(Path(path))
+        headers = _by_name(Path(path), read_header)
         in_files = {tensor: found_as(names) for tensor, names in names_of.items()}
         stored_as = {
             tensor: stored for tensor, names in in_files.items() if (stored := _stored(names, headers)) is not None
@@ -142,10 +134,8 @@ def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file of each tensor."""
 
     def opened(file: Path) -> dict[str, Any]:
-        try:
+        with parsing(f"{file} is damaged or not safetensors", "fetch or save it again"):
             tensors = stack.enter_context(safe_open(file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} is damaged or not safetensors ({error}): fetch or save it again") from None
         return dict.fromkeys(tensors.keys(), tensors)
 
     return _by_name(path, opened)
@@ -176,12 +166,10 @@ def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict
         return dict(tensors_in(single))
     if not index.is_file():
         raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
-    try:
+    with parsing(f"{index} is damaged or not an index of safetensors", "fetch or save it again"):
         file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         if not all(name == Path(name).name != ".." for name in file_of.values()):
-            raise ValueError("a file of another folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{index} is damaged or not an index of safetensors: fetch or save it again") from None
+            raise ValueError("it names a file of another folder")
     files = {name: tensors_in(index.parent / name) for name in sorted({*file_of.values()})}
     for name, file in file_of.items():
         if name not in files[file]:

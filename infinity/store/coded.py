@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from infinity.errors import CheckpointError, ConfigError
-from infinity.store.foreign import FileRange, StoredTensor
+from infinity.errors import ConfigError, parsing
+from infinity.store.foreign import FileRange, StoredTensor, parse_shape
 
 _STATE = ".quant_state.bitsandbytes__"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -148,19 +148,16 @@ CodedMatrix = Int8Rows | FourBitBlocks
 
 def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | None:
     """The parameter `name` of safetensors, if it is coded there. Raises CheckpointError where its parts don't fit together,
-    ConfigError without bitsandbytes, OSError."""
+    ConfigError without bitsandbytes."""
     module = name.removesuffix(".weight")
-    try:
+    place = where[name].path if name in where else name
+    what = f"{place}: the parts of {name}, which is in 4 or 8 bits, don't fit together"
+    with parsing(what, "fetch or save it again"):
         if f"{module}.SCB" in where and name in where:
             return _int8_rows(where[name], where[f"{module}.SCB"], where.get(f"{module}.weight_format"))
         for kind in ("nf4", "fp4"):
             if (state := where.get(f"{name}{_STATE}{kind}")) is not None:
                 return _four_bit_blocks(name, where, kind, json.loads(_load(state).numpy().tobytes()))
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where[name].path if name in where else name}: the parts of {name}, which is in 4 or 8 bits, don't fit together "
-            f"({error}): fetch or save it again"
-        ) from None
     return None
 
 
@@ -201,7 +198,7 @@ def _four_bit_blocks(
     name: str, where: Mapping[str, StoredTensor], kind: str, state: Mapping[str, Any]
 ) -> FourBitBlocks:
     codes, scales = where[name], where[f"{name}.absmax"]
-    shape, block_numel = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
+    shape, block_numel = parse_shape(state["shape"]), int(state["blocksize"])
     nested = f"{name}.nested_absmax" in where
     if state["quant_type"] != kind or block_numel not in _BLOCK_NUMELS:
         raise ValueError(f"{state['quant_type']} in blocks of {block_numel} under the name of {kind}")

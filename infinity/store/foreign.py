@@ -15,9 +15,11 @@ every page must hold what its first read found ([Note: integrity] in csrc/aio/ch
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +28,8 @@ from typing import Protocol
 import torch
 
 from infinity.aio import File
-from infinity.errors import CheckpointError
-from infinity.units import PAGE_BYTES, align_up
+from infinity.errors import parsing
+from infinity.units import MIB, PAGE_BYTES, align_up
 
 FOREIGN_DTYPES = {
     "BF16": torch.bfloat16,
@@ -38,6 +40,9 @@ FOREIGN_DTYPES = {
 }
 """What frozen parameters may be in where they rest in files, by the names of the format. Each is exact in fp32."""
 
+_DIMENSIONS_MAX = 64
+_HEADER_BYTES_MAX = 100 * MIB
+"""As the safetensors library has it."""
 
 CODES = ("I8", "U8", "I32", "U32")
 """What weights are coded in, by the names of the format."""
@@ -86,16 +91,27 @@ def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
 
 
+def parse_shape(sizes: Iterable[object]) -> tuple[int, ...]:
+    """The shape of a tensor, as others wrote it. Raises ValueError for what can't be one."""
+    shape = tuple(itertools.islice(sizes, _DIMENSIONS_MAX + 1))
+    if len(shape) > _DIMENSIONS_MAX:
+        raise ValueError(f"a shape of more than {_DIMENSIONS_MAX} dimensions")
+    sizes_in = [size for size in shape if type(size) is int and 0 <= size < 2**62]
+    if len(sizes_in) < len(shape) or math.prod(size or 1 for size in sizes_in) >= 2**62:
+        raise ValueError(f"{reprlib.repr(shape)} is no shape")
+    return tuple(sizes_in)
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. Raises CheckpointError, naming it, where it is damaged; OSError.
+    """The tensors of a safetensors file, by name. Raises CheckpointError, naming it, where it is damaged or can't be read.
 
     The format: https://huggingface.co/docs/safetensors/index#format
     """
-    try:
+    with parsing(f"{path} is damaged or not safetensors", "fetch or save it again"):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if length > size - 8:
+            if length > min(size - 8, _HEADER_BYTES_MAX):
                 raise ValueError("its header ends behind the file")
             header = json.loads(file.read(length))
         tensors = {}
@@ -103,16 +119,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= size - 8 - length:
+            if {type(begin), type(end)} != {int} or not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(f"{name} ends behind the file")
-            shape = tuple(entry["shape"])
+            shape = parse_shape(entry["shape"])
             itemsize = FOREIGN_DTYPES[entry["dtype"]].itemsize if entry["dtype"] in FOREIGN_DTYPES else None
             if itemsize is not None and end - begin != math.prod(shape) * itemsize:
                 raise ValueError(f"{name} has {end - begin} bytes, which its shape doesn't fit")
             tensors[name] = StoredTensor(path, str(entry["dtype"]), shape, 8 + length + begin, end - begin)
         return tensors
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged or not safetensors ({error}): fetch or save it again") from None
 
 
 @dataclass(frozen=True)

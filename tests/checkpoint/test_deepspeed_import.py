@@ -365,6 +365,44 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change(model_file(folder), **{"param_shapes__0__embedding.weight": (-11, -32)}),
         "is no shape",
     ),
+    "a shape of 2 000 dimensions": (
+        lambda folder: change(model_file(folder), **{"param_shapes__0__embedding.weight": (1,) * 2000}),
+        "more than 64 dimensions",
+    ),
+    "steps before the first": (
+        lambda folder: [change(model_file(folder, rank), global_steps=-1) for rank in range(2)],
+        "the number -1, which can't be",
+    ),
+    "steps without end": (
+        lambda folder: [
+            change(
+                optimizer_file(folder, rank),
+                optimizer_state_dict__optimizer_state_dict__state__0__step=torch.tensor(math.inf),
+            )
+            for rank in range(2)
+        ],
+        "it has a number that is not finite",
+    ),
+    "half a step": (
+        lambda folder: change(model_file(folder), skipped_steps=0.5),
+        r"the number 0\.5, which can't be",
+    ),
+    "a learning rate that is none": (
+        lambda folder: change(
+            optimizer_file(folder), optimizer_state_dict__optimizer_state_dict__param_groups__0__lr=math.nan
+        ),
+        "it has a number that is not finite",
+    ),
+    "a name twice": (
+        lambda folder: change(
+            model_file(folder), shared_params=dict.fromkeys(["head.weight", "scale"], "embedding.weight")
+        ),
+        "two values under a name",
+    ),
+    "a schedule of steps without end": (
+        lambda folder: change(model_file(folder), lr_scheduler={"last_batch_iteration": math.inf}),
+        "it has a number that is not finite",
+    ),
     "an object for a tensor": (
         lambda folder: change(model_file(folder), module__scale=Path("x")),
         "there is no tensor but a pathlib",
