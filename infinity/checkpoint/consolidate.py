@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -224,16 +225,21 @@ def write_model(
     *,
     bytes_max: int,
     progress: Callable[[int], Progress],
+    beside: Iterable[Path] = (),
 ) -> list[Path]:
     """Write a model into the folder `root`, which has none: `pieces` gives the elements of each tensor, one behind the other.
 
-    Raises CheckpointError where `root` holds a model, can't be written or lacks the space; nothing is left in it then.
+    beside: files that are copied there, before the model has its name. Raises CheckpointError where `root` holds a model or a
+    file of these names, can't be written or lacks the space; nothing is left in it then.
     """
     with failing_as(f"writing the model to {root}"):
         if (file := file_in_the_way(root)) is not None:
             raise CheckpointError(f"{file} is a file, not a folder: name another")
         if any(root.glob("model*.safetensors*")):
             raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
+        copies = {root / file.name: file for file in beside}
+        if taken := [copy for copy in copies if os.path.lexists(copy)]:
+            raise CheckpointError(f"{taken[0]} is there already: move it away, or name another folder")
         made = not root.exists()
         files: ModelFiles | None = None
         try:
@@ -242,7 +248,13 @@ def write_model(
             files.tell = progress(files.nbytes)
             for name in tensors:
                 files.add(name, pieces(name))
+            for copy, file in copies.items():
+                shutil.copy(file, copy)
             return files.finish()
+        except BaseException:
+            for copy in copies:
+                copy.unlink(missing_ok=True)
+            raise
         finally:
             if files is not None:
                 files.clean_up()

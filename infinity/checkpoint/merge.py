@@ -9,23 +9,35 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import shutil
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import Field
+from safetensors import safe_open
 
 from infinity.checkpoint.consolidate import Progress, write_model
-from infinity.checkpoint.draft import failing_as
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, parsing, printable
 from infinity.fsdp2.materialize import open_tensors
 from infinity.store.coded import parts_of_codes
+from infinity.store.files import parse_json
+from infinity.units import MIB
 
 _PATTERNS = {"lora_A.weight": "down", "lora_B.weight": "up"}
+_INSTEAD = "use PEFT's merge_and_unload"
+_CONFIG_BYTES_MAX = 16 * MIB
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MATCHING_SECONDS = 10.0
+_MATCHING = r"""
+import json, re, sys
+patterns, modules = json.load(sys.stdin)
+print(json.dumps([next((p for p in patterns if re.match(rf"(.*\.)?({p})$", m)), None) for m in modules]))
+"""
 
 
 def merge(
@@ -41,33 +53,46 @@ def merge(
     Args:
         base: safetensors (as for `initialize(weights=)`); of a folder, all that is no weight is copied, too.
         adapter: what PEFT's `save_pretrained` wrote: adapter_config.json and adapter_model.safetensors.
-        output: a folder without a model.
+        output: a folder without a model, and without the files that are copied.
         max_shard_bytes, progress: as for `consolidate`.
 
     Raises CheckpointError where the adapter is of another model or of a kind that can't be merged so, where a file is damaged,
     or where `output` holds a model, can't be written or lacks the space; nothing is left in it then.
     """
-    root, source = Path(output), Path(base)
+    source = Path(base)
     lora = _Adapter(Path(adapter))
-    with ExitStack() as stack:
+    with parsing(f"{adapter} can't be merged into {source}", _INSTEAD), ExitStack() as stack:
         where = open_tensors(source, stack)
         if parts_of_codes(where):
             raise CheckpointError(
                 f"{source} is in 4 or 8 bits, which adapters can't be merged into: name the one in 16 bits that it was made of"
             )
-        lora.check_fits(where, source)
         tensors = {name: (_dtype(where, name), _shape(where, name)) for name in sorted(where)}
-        written = write_model(
-            root,
+        lora.check_fits(tensors, source)
+        return write_model(
+            Path(output),
             tensors,
             lambda name: [lora.merged(name, where[name].get_tensor(name))],
             bytes_max=max_shard_bytes,
             progress=progress,
+            beside=_descriptions(source) if source.is_dir() else (),
         )
-    if source.is_dir():
-        with failing_as(f"writing the model to {root}"):
-            _copy_descriptions(source, root)
-    return written
+
+
+_Rank = Annotated[int, Field(ge=1)]
+_Alpha = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Keys of adapter_config.json that say how a LoRA adapter is merged."""
+
+    r: _Rank
+    lora_alpha: _Alpha
+    use_rslora: bool | None = None
+    fan_in_fan_out: bool | None = None
+    rank_pattern: dict[str, _Rank] | None = None
+    alpha_pattern: dict[str, _Alpha] | None = None
 
 
 class _Adapter:
@@ -75,47 +100,60 @@ class _Adapter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self._config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+        what = f"{folder} is no adapter that PEFT has saved"
+        with parsing(what, "name the folder with adapter_config.json and adapter_model.safetensors"):
+            config = folder / "adapter_config.json"
+            if config.stat().st_size > _CONFIG_BYTES_MAX:
+                raise ValueError("its config is too large")
+            content = config.read_bytes()
+            self._check_kind(dict(json.loads(content)))
+            self._settings = parse_json(_Settings, content)
             with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-                tensors = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder} is no adapter that PEFT has saved ({error}): name the folder with adapter_config.json and "
-                "adapter_model.safetensors"
-            ) from None
-        self._check_kind()
+                tensors = [(name.removeprefix("base_model.model."), file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
         self._pairs: dict[str, dict[str, torch.Tensor]] = {}
         self._whole: dict[str, torch.Tensor] = {}
         """Modules that were trained as a whole."""
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             kind = next((kind for suffix, kind in _PATTERNS.items() if name.endswith(f".{suffix}")), None)
-            if kind is not None:
-                module = name.rpartition(".lora_")[0]
-                self._pairs.setdefault(module, {})[kind] = tensor
-            elif "lora_" in name:
-                raise CheckpointError(f"{folder}: {name} can't be merged; use PEFT's merge_and_unload")
-            else:
-                self._whole[name] = tensor
+            if kind is None and "lora_" in name:
+                raise CheckpointError(f"{folder}: {name} can't be merged; {_INSTEAD}")
+            module = name.rpartition(".lora_")[0]
+            kept, key = (self._whole, name) if kind is None else (self._pairs.setdefault(module, {}), kind)
+            if key in kept or tensor.dtype not in _DTYPES or (kind is not None and tensor.dim() != 2):
+                raise CheckpointError(f"{folder}: {name} can't be merged, as it is no matrix of numbers; {_INSTEAD}")
+            kept[key] = tensor
 
-    def check_fits(self, where: Mapping[str, Any], base: Path) -> None:
-        """Raise CheckpointError unless all of it belongs to tensors of the model."""
-        for module, pair in self._pairs.items():
+    def check_fits(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], base: Path) -> None:
+        """Raise CheckpointError unless all of it belongs to tensors of the model, which have these dtypes and shapes."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._whole.items()}
+        settings, modules = self._settings, list(self._pairs)
+        ranks = self._matching(settings.rank_pattern or {}, modules, settings.r)
+        alphas = self._matching(settings.alpha_pattern or {}, modules, settings.lora_alpha)
+        self._scaling = {
+            module: alpha / (math.sqrt(rank) if settings.use_rslora else rank)
+            for module, alpha, rank in zip(modules, alphas, ranks, strict=True)
+        }
+        for rank, (module, pair) in zip(ranks, self._pairs.items(), strict=True):
             name = f"{module}.weight"
             if len(pair) != 2:
                 raise CheckpointError(f"{self.folder} has only one of lora_A and lora_B of {module}: save it again")
-            shape = (pair["up"].shape[0], pair["down"].shape[1])
-            if self._config.get("fan_in_fan_out"):
-                shape = shape[::-1]
-            if name not in where or _shape(where, name) != shape:
+            if not pair["up"].shape[1] == pair["down"].shape[0] == rank:
                 raise CheckpointError(
-                    f"{self.folder} is of another model than {base}: that has no {name} of shape {shape}"
+                    f"{self.folder}: {module} has matrices of the ranks {pair['down'].shape[0]} and {pair['up'].shape[1]}, and "
+                    f"the rank {rank} in adapter_config.json: save it again"
                 )
-        for name, tensor in self._whole.items():
-            if name not in where or _shape(where, name) != tuple(tensor.shape):
+            if name in shapes:
+                raise CheckpointError(f"{self.folder} holds {name} as a whole, and an adapter of it: save it again")
+            rows, columns = pair["up"].shape[0], pair["down"].shape[1]
+            shapes[name] = (columns, rows) if settings.fan_in_fan_out else (rows, columns)
+        for name, wanted in shapes.items():
+            dtype, shape = tensors.get(name, (None, None))
+            if shape != wanted:
                 raise CheckpointError(
-                    f"{self.folder} is of another model than {base}: that has no {name} of shape {tuple(tensor.shape)}"
+                    f"{self.folder} is of another model than {base}: that has no {name} of shape {wanted}"
                 )
+            if dtype not in _DTYPES:
+                raise CheckpointError(f"{base}: {name} is in {dtype}, which can't be merged into; {_INSTEAD}")
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """The tensor of that name in the merged model, in its own dtype."""
@@ -126,20 +164,38 @@ class _Adapter:
         if pair is None:
             return weight
         delta = pair["up"].float() @ pair["down"].float()
-        if self._config.get("fan_in_fan_out"):
+        if self._settings.fan_in_fan_out:
             delta = delta.T
-        return weight.add_(delta * self._scaling(module))
-
-    def _scaling(self, module: str) -> float:
-        rank = _matching(self._config.get("rank_pattern"), module, self._config["r"])
-        alpha = _matching(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])
-        return float(alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank)
-
-    def _check_kind(self) -> None:
-        kind = self._config.get("peft_type")
-        if kind != "LORA":
+        delta = delta * self._scaling[module]
+        if not delta.isfinite().all():
             raise CheckpointError(
-                f"{self.folder} is of the kind {kind}: only LoRA can be merged here; use PEFT's merge_and_unload"
+                f"{self.folder}: the adapter of {module} has numbers that are not finite: train it again"
+            )
+        return weight.add_(delta)
+
+    def _matching(self, patterns: Mapping[str, Any], modules: list[str], default: Any) -> list[Any]:
+        """The value for each module as PEFT looks it up: of the first pattern that is the end of its name, or matches it.
+
+        Patterns are matched in a process of its own, since a regular expression may take for ever.
+        """
+        if not patterns:
+            return [default] * len(modules)
+        command = [sys.executable, "-I", "-S", "-c", _MATCHING]
+        asked = json.dumps([list(patterns), modules])
+        try:
+            found = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_MATCHING_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CheckpointError(
+                f"{self.folder} has patterns of ranks that take more than {_MATCHING_SECONDS:g} s to match; {_INSTEAD}"
+            ) from None
+        if found.returncode:
+            raise CheckpointError(f"{self.folder} has patterns of ranks that are no regular expressions; {_INSTEAD}")
+        return [default if pattern is None else patterns[pattern] for pattern in json.loads(found.stdout)]
+
+    def _check_kind(self, config: Mapping[str, Any]) -> None:
+        if (kind := config.get("peft_type")) != "LORA":
+            raise CheckpointError(
+                f"{self.folder} is of the kind {printable(str(kind))}: only LoRA can be merged here; {_INSTEAD}"
             )
         for key in (
             "use_dora",
@@ -149,22 +205,10 @@ class _Adapter:
             "target_parameters",
             "trainable_token_indices",
         ):
-            if self._config.get(key):
-                raise CheckpointError(
-                    f"{self.folder} has {key}, which can't be merged here: use PEFT's merge_and_unload"
-                )
-        if self._config.get("bias", "none") != "none" or self._config.get("lora_bias"):
-            raise CheckpointError(
-                f"{self.folder} has trained biases, which can't be merged here: use PEFT's merge_and_unload"
-            )
-
-
-def _matching(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """As PEFT looks up rank_pattern and alpha_pattern: the first key that is the end of the module's name, or matches it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+            if config.get(key):
+                raise CheckpointError(f"{self.folder} has {key}, which can't be merged here: {_INSTEAD}")
+        if config.get("bias", "none") != "none" or config.get("lora_bias"):
+            raise CheckpointError(f"{self.folder} has trained biases, which can't be merged here: {_INSTEAD}")
 
 
 def _shape(where: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -177,12 +221,12 @@ def _dtype(where: Mapping[str, Any], name: str) -> torch.dtype:
     return some.dtype
 
 
-def _copy_descriptions(source: Path, root: Path) -> None:
+def _descriptions(source: Path) -> Iterable[Path]:
     """config.json, the tokenizer and the like."""
-    for file in source.iterdir():
-        if (
-            file.is_file()
-            and file.suffix in (".json", ".txt", ".model", ".jinja")
-            and not file.name.endswith(".index.json")
-        ):
-            shutil.copy(file, root / file.name)
+    return [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file()
+        and file.suffix in (".json", ".txt", ".model", ".jinja")
+        and not file.name.endswith(".index.json")
+    ]

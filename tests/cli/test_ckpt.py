@@ -24,12 +24,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peak_memory import peak_of
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
 from infinity.checkpoint import consolidate as consolidation
+from infinity.checkpoint import merge as merging
 from infinity.checkpoint.manifest import load_manifest
 from infinity.cli.ckpt import main
 from infinity.store.files import StoredFile
@@ -315,6 +316,89 @@ def test_a_file_of_no_bytes_is_damaged(copy: Path, capsys: pytest.CaptureFixture
     (folder / "manifest.json").write_bytes(manifest.to_json())
     assert main(["consolidate", str(folder), str(copy / "out")]) == 1
     assert re.search(r"__0_0\.distcp is damaged \(EOFError\): there is also the tag", capsys.readouterr().err)
+
+
+MODULE = f"model.{40 * 'a'}"
+
+
+def write_adapter(folder: Path, spoil: Any = lambda config, tensors: None) -> dict[str, torch.Tensor]:
+    """A model of one matrix in `folder/base`, and an adapter of it in `folder/adapter`; the tensors of both."""
+    (folder / "base").mkdir(parents=True)
+    (folder / "adapter").mkdir()
+    config: Any = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "rank_pattern": {"a+": 2}}
+    base = torch.randn(6, 4).bfloat16()
+    tensors = {"base": base, "lora_A": torch.randn(2, 4), "lora_B": torch.randn(6, 2)}
+    config = spoil(config, tensors) or config
+    save_file({f"{MODULE}.weight": tensors["base"], "other": torch.ones(2)}, folder / "base" / "model.safetensors")
+    (folder / "base" / "config.json").write_text("{}")
+    lora = {f"base_model.model.{MODULE}.{name}.weight": tensors[name] for name in ("lora_A", "lora_B")}
+    save_file(lora, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_an_adapter_is_merged_with_the_rank_that_its_pattern_says(tmp_path: Path) -> None:
+    tensors = write_adapter(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(merged["other"], torch.ones(2))
+    assert torch.equal(merged[f"{MODULE}.weight"], tensors["base"].add_(tensors["lora_B"] @ tensors["lora_A"] * 8))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
+
+
+def shaped(**shapes: tuple[int, ...]) -> Any:
+    return lambda config, tensors: tensors.update({name: torch.ones(shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (
+            lambda config, tensors: config.update(r=0),
+            "no adapter that PEFT has saved .*r: .*greater than or equal to 1",
+        ),
+        (lambda config, tensors: config.pop("r"), "r: Field required"),
+        (lambda config, tensors: config.update(rank_pattern={"a+": "two"}), "rank_pattern"),
+        (lambda config, tensors: config.update(lora_alpha=float("nan")), "lora_alpha: .*finite number"),
+        (lambda config, tensors: config.update(lora_alpha=1e308, alpha_pattern={}), "numbers that are not finite"),
+        (lambda config, tensors: [config], "no adapter that PEFT has saved"),
+        (lambda config, tensors: config.update(rank_pattern={"(": 2}), "no regular expressions"),
+        (lambda config, tensors: config.update(rank_pattern={"(a+)+b": 2}), "take more than 1 s to match"),
+        (lambda config, tensors: config.update(rank_pattern={}), "ranks 2 and 2, and the rank 8 in"),
+        (shaped(lora_A=(3, 4)), "ranks 3 and 2, and the rank 2 in"),
+        (shaped(lora_A=(2, 4, 1)), "is no matrix of numbers"),
+        (shaped(lora_B=(7, 2)), r"another model than .*no model\.a+\.weight of shape \(7, 4\)"),
+        (lambda config, tensors: tensors.update(lora_A=torch.ones(2, 4).int()), "is no matrix of numbers"),
+        (lambda config, tensors: tensors.update(base=torch.ones(6, 4).int()), r"is in torch\.int32"),
+        (lambda config, tensors: tensors["lora_B"].fill_(float("nan")), "numbers that are not finite"),
+    ],
+)
+def test_what_cannot_be_merged_is_an_error_in_a_line(
+    spoil: Any, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "_MATCHING_SECONDS", 1.0)
+    write_adapter(
+        tmp_path, lambda config, tensors: found if isinstance(found := spoil(config, tensors), list) else None
+    )
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("infinity-ckpt: ") and err.count("\n") == 1 and re.search(why, err), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 1
+    assert "config.json is there already" in capsys.readouterr().err
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_help_loads_nothing_heavy() -> None:
