@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from infinity.checkpoint.dcp_storage import Writer, cause_of
-from infinity.checkpoint.draft import check_space, failing_as
+from infinity.checkpoint.draft import check_space, clear_abandoned, failing_as
+from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError
 from infinity.store.files import sync
 
@@ -55,27 +55,31 @@ class Unread:
 
 @contextlib.contextmanager
 def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
-    """A hidden folder that gets the name `final` when the block ends, and is removed where it fails or is interrupted.
+    """A hidden folder that gets the name `final` when the block ends, and is removed where it fails or is interrupted; where it
+    is killed, by the next that writes to the same place.
 
     nbytes: that will be written to it. Raises CheckpointError where `final` is there already, can't be made, or that many
     bytes aren't free.
     """
-    partial = final.parent / f".infinity-writing-{secrets.token_hex(8)}"
     task = f"writing the checkpoint {final}"
     with failing_as(task):
-        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        place = final.resolve()  # as a link can't be replaced by a folder
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise CheckpointError(f"{final} is there already: remove it, or name another folder")
-        final.parent.mkdir(parents=True, exist_ok=True)
-        check_space(final.parent, nbytes, "the checkpoint")
-        partial.mkdir(mode=0o700)
+        if place.is_mount():
+            raise CheckpointError(f"{final} is where a file system is mounted: name a folder in it")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        clear_abandoned(place.parent)
+        check_space(place.parent, nbytes, "the checkpoint")
+        work = WorkFolder.make(place.parent, secrets.token_hex(8), place.name)
     try:
         with failing_as(task):
-            yield partial
-            sync(partial)
-            partial.rename(final)
-            sync(final.parent)
+            yield work.new
+            sync(work.new)
+            work.new.rename(place)
+            sync(place.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        work.remove()
 
 
 def write_state(state: dict[str, Any], unread: Mapping[str, Unread], writer: Writer, tell: Progress) -> None:

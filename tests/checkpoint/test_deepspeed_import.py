@@ -25,6 +25,7 @@ import infinity
 from infinity.checkpoint import deepspeed_import, piecewise
 from infinity.checkpoint.dcp_storage import Reader
 from infinity.checkpoint.deepspeed_import import import_deepspeed
+from infinity.checkpoint.work_folder import WorkFolder
 from infinity.cli.ckpt import main
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -443,6 +444,22 @@ def test_out_must_be_free_and_have_the_space(
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_imports_are_alike_and_take_the_place_of_killed_ones(save: Save, tmp_path: Path) -> None:
+    """OUT may be a link to an empty folder, as to one of a drive. What another import is writing stays."""
+    save.write_stage3(tmp_path / "theirs")
+    (tmp_path / "drive" / "there").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "drive" / "there")
+    killed, writing = (WorkFolder.make(tmp_path / "drive", identity, "there") for identity in ("killed", "writing"))
+    killed.release()
+    for out in ("out", "other"):
+        assert main(["import", str(tmp_path / "theirs"), str(tmp_path / out)]) == 0
+    assert [folder.exists() for folder in (killed.path, writing.path)] == [False, True]
+    writing.remove()
+    first, second = (sorted((tmp_path / out / TAG).iterdir()) for out in ("out", "other"))
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.name == "manifest.json" or ours.read_bytes() == theirs.read_bytes(), ours.name
 
 
 def test_a_file_that_shrinks_meanwhile_leaves_nothing(
