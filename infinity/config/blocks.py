@@ -93,7 +93,8 @@ class OffloadBlock(Block):
         None,
         "Folder on the drive, or a list of folders on several, over which everything is striped by their bandwidth; required "
         "when `device` is nvme, unless nothing is to be written there: where all parameters that are not trained rest in the "
-        "files that `weights` names, and the others in memory.",
+        "files that `weights` names, and the others in memory. A folder that doesn't exist is made, if the one "
+        "that it is in exists.",
         in_deepspeed="One folder only.",
     )
     pin_memory: Flag = key(

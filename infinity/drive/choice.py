@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinity.aio import IoSettings, probe
 from infinity.config import Config
-from infinity.drive.describe import default_block_bytes, drive_of
+from infinity.drive.describe import LOCAL, Drive, default_block_bytes, drive_of, existing
 from infinity.drive.profile import DriveProfile, load_profile
 from infinity.store.placement import step_bandwidth
 from infinity.units import MIB, format_bytes
@@ -20,11 +20,13 @@ IN_FLIGHT_BYTES = 32 * MIB
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """How storage is driven. bandwidths: as for `SwapManager`. notes: messages that say where the choice comes from."""
+    """How storage is driven. bandwidths: as for `SwapManager`. notes: messages that say which drives these are and where the
+    choice comes from. warnings: messages for drives that are poor places to train from."""
 
     io: IoSettings
     bandwidths: tuple[float, ...] | None
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None) -> StorageChoice:
@@ -38,10 +40,18 @@ def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None
     aio, settings = config.aio, config.infinity
     profiles = [load_profile(path) for path in paths]
     profile = profiles[0] if profiles else None
-    notes = []
+    drives = [drive_of(existing(path)) for path in paths]
+    notes, warnings = [], []
+    for path, drive in zip(paths, drives, strict=True):
+        disks = f" ({drive.model})" if drive.disks else ""
+        place = f"{Path(path).absolute()} is on {drive.file_system}, device {drive.device or drive.source}{disks}"
+        if drive.weaknesses:
+            warnings.append(f"{place}, which {', and '.join(drive.weaknesses)}: {LOCAL}")
+        else:
+            notes.append(place)
     if profile is not None:
         notes.append(f"drive profile of {profile.written} found for {paths[0]} (infinity-bench sweep)")
-    block_bytes = aio.block_size if "block_size" in aio.model_fields_set else _block_bytes(profile, paths)
+    block_bytes = aio.block_size if "block_size" in aio.model_fields_set else _block_bytes(profile, drives)
     queue_depth = aio.queue_depth if "queue_depth" in aio.model_fields_set else _queue_depth(profile, block_bytes)
     rings_set = "rings" in settings.model_fields_set or "intra_op_parallelism" in aio.model_fields_set
     backend, refusal = _backend(settings.backend, profile, polls=settings.iopoll or settings.sqpoll)
@@ -62,18 +72,13 @@ def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None
         f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
         f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
     )
-    return StorageChoice(io, bandwidths, tuple(notes))
+    return StorageChoice(io, bandwidths, tuple(notes), tuple(warnings))
 
 
-def _block_bytes(profile: DriveProfile | None, paths: Sequence[str]) -> int:
+def _block_bytes(profile: DriveProfile | None, drives: Sequence[Drive]) -> int:
     if profile is not None:
         return profile.block_bytes
-    if not paths:
-        return MIB
-    folder = Path(paths[0]).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return default_block_bytes(drive_of(folder))
+    return default_block_bytes(drives[0]) if drives else MIB
 
 
 def _queue_depth(profile: DriveProfile | None, block_bytes: int) -> int:

@@ -20,6 +20,27 @@ _BLOCK_BYTES_MIN = 512 * KIB
 _BLOCK_BYTES_MAX = 1 * MIB
 _SECTOR_BYTES = 512
 """The unit of `size` in sysfs, whatever the sectors of the drive."""
+_MEMORY = "is memory, not a drive: what is swapped out there takes up the memory that training should save"
+_UNSUITABLE = {
+    "tmpfs": _MEMORY,
+    "ramfs": _MEMORY,
+    "overlay": "is the writable layer of a container, slow and short-lived; mount a folder of the host's drive instead",
+    "btrfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
+    "zfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
+    "vfat": "holds no file of 4 GiB and reserves no space",
+    "exfat": "reserves no space, so a write in the middle of a step may find none",
+    "ecryptfs": "encrypts on the CPU and refuses direct I/O",
+}
+_NETWORK = "nfs nfs4 cifs smb3 9p ceph lustre afs gpfs beegfs glusterfs virtiofs gfs2 ocfs2 pvfs2 vboxsf prl_fs"
+_UNSUITABLE |= dict.fromkeys(
+    _NETWORK.split(),
+    "is a network or host-shared file system: every byte of a step crosses it, slower than a local drive",
+)
+_FUSE = "goes through a program in user space for every block, far slower than the kernel's own file systems"
+LOCAL = "put the nvme_path on ext4 or xfs on a local NVMe drive"
+"""What to do about a weak place."""
+_SPINNING = ("sata", "sas", "usb", "scsi")
+"""Transports whose `rotational` flag can be trusted: virtual disks set it by default."""
 _IDENTITIES = ("wwid", "device/wwid", "device/serial", "serial")
 
 
@@ -64,6 +85,21 @@ class Disk:
     rotational: bool | None
     numa_node: int | None
 
+    @property
+    def weakness(self) -> str:
+        """Why it is a poor place to train from; empty where nothing speaks against it."""
+        if self.rotational and self.transport in _SPINNING:
+            return "a spinning disk, too slow to train from"
+        if self.transport in ("zram", "ram"):
+            return "a disk in memory: what is swapped out there takes up the memory that training should save"
+        if self.transport == "loop":
+            return "a loop device: a file on another file system, which costs a second trip through the kernel"
+        if self.transport in ("usb", "mmc"):
+            return "slow, and not made to be written all day"
+        if self.transport.startswith("nvme-") or self.transport in ("iscsi", "nbd", "rbd", "drbd"):
+            return "behind a network"
+        return ""
+
 
 @dataclass(frozen=True)
 class Drive:
@@ -94,6 +130,17 @@ class Drive:
         return " + ".join(counted) or self.file_system
 
     @property
+    def file_system_weakness(self) -> str:
+        """Why its file system is a poor place to train from, after "it"; empty where nothing speaks against it."""
+        return _UNSUITABLE.get(self.file_system) or (_FUSE if self.file_system.startswith("fuse") else "")
+
+    @property
+    def weaknesses(self) -> list[str]:
+        """Why it is a poor place to train from, in sentences about "it"."""
+        disks = [f"has {disk.name}, {disk.weakness}" for disk in self.disks if disk.weakness]
+        return [*filter(None, [self.file_system_weakness]), *disks]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its disks; 0 where one doesn't tell."""
         sizes = [disk.nbytes or 0 for disk in self.disks]
@@ -105,6 +152,12 @@ class Drive:
         them apart."""
         disks = [disk.identity or f"{disk.model or disk.transport} {disk.name} {disk.nbytes}" for disk in self.disks]
         return " + ".join([self.file_system, *(disks or [self.source])])
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    absolute = Path(path).absolute()
+    return next(place for place in (absolute, *absolute.parents) if os.access(place, os.F_OK))
 
 
 def drive_of(

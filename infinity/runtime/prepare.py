@@ -82,6 +82,8 @@ def shard_and_page(
         with raise_on_all_ranks():
             storage = choose_storage(resolved.config, weights)
             notes += storage.notes
+            for warning in storage.warnings if dist.get_rank() == 0 else ():
+                log.warning(warning)
             swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
         resolved, told = _fit(model, wrap, resolved, swap, weights)

@@ -232,14 +232,18 @@ def _fill(folder: Path) -> int:
 
 
 def make_writable(root: Path) -> None:
-    """Create the folder if needed. Raises StoreError where it can't be written to."""
+    """Create the folder if needed, but none above it: a path that is misspelled, or whose drive isn't mounted, would lead to
+    the system's drive. Raises StoreError where it can't be written to."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
     except OSError as error:
         if (file := file_in_the_way(root)) is not None:
             raise StoreError(error.errno or 0, f"{file} is a file, not a folder: choose another nvme_path") from None
+        why = error.strerror
+        if isinstance(error, FileNotFoundError):
+            why = f"{[place for place in root.parents if not place.exists()][-1]} does not exist"
         raise StoreError(
-            error.errno or 0, f"nvme_path {root} can't be made ({error.strerror}): create it or choose another path"
+            error.errno or 0, f"nvme_path {root} can't be made ({why}): create it or choose another path"
         ) from None
     probe = root / f".infinity-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:

@@ -24,7 +24,6 @@ from infinity.cli.doctor import command as doctor_command
 from infinity.cli.doctor import machine_checks, path_checks
 from infinity.cli.doctor.findings import Finding, Mark, Section
 from infinity.cli.environment import Container, HugePages, Limits, Machine
-from infinity.drive import describe as drive_module
 from infinity.drive.describe import Disk, Drive, Queue
 from infinity.errors import IoError
 
@@ -450,7 +449,7 @@ def test_huge_pages_that_are_off_are_a_warning() -> None:
 def test_drive(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], name: str, mark: Mark, said: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(drive_module, "drive_of", lambda _path: dataclasses.replace(DRIVE, **change))
+    monkeypatch.setattr(path_checks, "drive_of", lambda _path: dataclasses.replace(DRIVE, **change))
     section = looked(path_checks.check_drive, tmp_path)
     (finding,) = [each for each in section.findings if each.name == name]
     assert finding.mark is mark

@@ -193,12 +193,16 @@ def test_too_small_a_pool_is_told_in_a_line(nvme_path: Path) -> None:
     assert "Traceback" not in done.stderr and "MiB" in done.stderr
 
 
-def test_a_file_is_no_path(nvme_path: Path) -> None:
-    file = nvme_path / "file"
-    file.touch()
-    done = run("--nvme-path", file)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"infinity-bench: {file} is a file, not a folder: choose another nvme_path\n"
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("file", "is a file, not a folder: choose another"), ("no/such", "no/such can't be made ({}/no does not exist)")],
+)
+def test_a_path_that_is_no_folder_is_refused(path: str, said: str, nvme_path: Path) -> None:
+    (nvme_path / "file").touch()
+    done = run("--nvme-path", nvme_path / path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert said.format(nvme_path) in done.stderr
+    assert [place.name for place in nvme_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("numel", [10_000, 1_000_000, 40_000_000, 1_000_000_000, 70_000_000_000])

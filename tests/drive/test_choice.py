@@ -72,6 +72,16 @@ def test_without_a_profile_the_drive_is_asked(nvme_path: Path) -> None:
     assert (io.backend, io.rings, io.mix) == ("auto", 1, "interleaved")
 
 
+def test_the_drive_is_named_and_one_in_memory_warned_of(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = drive_of(nvme_path)
+    on_drive, in_memory = (dataclasses.replace(drive, file_system=name, disks=()) for name in ("ext4", "tmpfs"))
+    monkeypatch.setattr(storage, "drive_of", {nvme_path: on_drive, nvme_path.parent: in_memory}.__getitem__)
+    choice = chosen(nvme_path, nvme_path.parent)
+    assert choice.notes[0] == f"{nvme_path} is on ext4, device {drive.device or drive.source}"
+    (warning,) = choice.warnings
+    assert warning.startswith(f"{nvme_path.parent} is on tmpfs") and "is memory, not a drive" in warning
+
+
 def test_a_backend_that_is_refused_here_is_not_taken_from_the_profile(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

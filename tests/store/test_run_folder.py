@@ -67,11 +67,14 @@ def test_folder_is_locked_while_the_run_lives(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_missing_folders_on_the_way_are_made(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "a" / "b")
+def test_only_the_last_folder_of_a_path_is_made(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=rf"nvme_path {tmp_path}/a/b/c can't be made \({tmp_path}/a does not exist\)"):
+        RunFolder(tmp_path / "a" / "b" / "c")
+    assert list(tmp_path.iterdir()) == []
+    folder = RunFolder(tmp_path / "a")
     assert folder.path.is_dir()
     folder.close()
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +212,7 @@ def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_path_that_can_not_be_made_is_refused() -> None:
-    with pytest.raises(StoreError, match="nvme_path /proc/none/swap can't be made"):
+    with pytest.raises(StoreError, match=r"nvme_path /proc/none/swap can't be made \(/proc/none does not exist\)"):
         RunFolder("/proc/none/swap")
 
 

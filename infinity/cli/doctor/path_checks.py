@@ -7,39 +7,16 @@ import shlex
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from infinity.cli.doctor.findings import Finding, Mark, Section, count_text, kib_text, size_text
 from infinity.cli.program import signals_held
+from infinity.drive.describe import LOCAL, Disk, Drive, Queue, default_block_bytes, drive_of, existing
 from infinity.units import GIB, MIB, PAGE_BYTES, format_bytes, format_count
-
-if TYPE_CHECKING:
-    from infinity.drive.describe import Disk, Drive, Queue
 
 TRIAL_BYTES = 8 * MIB
 """Bytes that the trial writes and reads back."""
 STATE_BYTES_PER_PARAMETER = 12
 """On NVMe: the 16-bit compute parameter, the 16-bit remainder of the master, two fp32 moments."""
-
-_UNSUITABLE = {
-    "tmpfs": "is memory, not a drive: what is swapped out there takes up the memory that training should save",
-    "ramfs": "is memory, not a drive: what is swapped out there takes up the memory that training should save",
-    "overlay": "is the writable layer of a container, slow and short-lived; mount a folder of the host's drive instead",
-    "btrfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
-    "zfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
-    "vfat": "holds no file of 4 GiB and reserves no space",
-    "exfat": "reserves no space, so a write in the middle of a step may find none",
-    "ecryptfs": "encrypts on the CPU and refuses direct I/O",
-}
-_NETWORK = "nfs nfs4 cifs smb3 9p ceph lustre afs gpfs beegfs glusterfs virtiofs gfs2 ocfs2 pvfs2 vboxsf prl_fs"
-_UNSUITABLE |= dict.fromkeys(
-    _NETWORK.split(),
-    "is a network or host-shared file system: every byte of a step crosses it, slower than a local drive",
-)
-_FUSE = "goes through a program in user space for every block, far slower than the kernel's own file systems"
-_LOCAL = "put the nvme_path on ext4 or xfs on a local NVMe drive"
-_SPINNING = ("sata", "sas", "usb", "scsi")
-"""Transports whose `rotational` flag can be trusted: virtual disks set it by default."""
 
 
 def check_path(section: Section, path: Path) -> None:
@@ -98,9 +75,7 @@ def _check_room(section: Section, path: Path) -> None:
 
 def check_drive(section: Section, path: Path) -> None:
     """The drive under the path, or under the nearest folder above it that exists."""
-    from infinity.drive.describe import default_block_bytes, drive_of
-
-    drive = drive_of(next(folder for folder in (path, *path.parents) if os.access(folder, os.F_OK)))
+    drive = drive_of(existing(path))
     block_bytes = default_block_bytes(drive)
     section.facts = asdict(drive) | {"model": drive.model, "identity": drive.identity, "block_bytes": block_bytes}
     _check_file_system(section, drive)
@@ -121,26 +96,16 @@ def check_drive(section: Section, path: Path) -> None:
 def _check_file_system(section: Section, drive: Drive) -> None:
     options = ", ".join(drive.mount_options)
     text = f"{drive.file_system} on {drive.source}, mounted at {drive.mount_point} ({options})"
-    why = _UNSUITABLE.get(drive.file_system) or (_FUSE if drive.file_system.startswith("fuse") else "")
-    section.warn_if(bool(why), "file_system", text + (f"; it {why}" if why else ""), _LOCAL)
+    why = drive.file_system_weakness
+    section.warn_if(bool(why), "file_system", text + (f"; it {why}" if why else ""), LOCAL)
 
 
 def _check_disk(section: Section, disk: Disk) -> None:
     text = f"{disk.name}: {disk.model or 'no model given'}, {disk.transport}, {size_text(disk.nbytes)}"
     if disk.numa_node is not None:
         text += f", on NUMA node {disk.numa_node}"
-    why = ""
-    if disk.rotational and disk.transport in _SPINNING:
-        why = "a spinning disk, too slow to train from"
-    elif disk.transport in ("zram", "ram"):
-        why = "a disk in memory: what is swapped out there takes up the memory that training should save"
-    elif disk.transport == "loop":
-        why = "a loop device: a file on another file system, which costs a second trip through the kernel"
-    elif disk.transport in ("usb", "mmc"):
-        why = "slow, and not made to be written all day"
-    elif disk.transport.startswith("nvme-") or disk.transport in ("iscsi", "nbd", "rbd", "drbd"):
-        why = "behind a network"
-    section.warn_if(bool(why), "disk", text + (f"; {why}" if why else ""), _LOCAL)
+    why = disk.weakness
+    section.warn_if(bool(why), "disk", text + (f"; {why}" if why else ""), LOCAL)
 
 
 def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
@@ -224,7 +189,7 @@ def _judge(section: Section, trial: Trial) -> None:
         section.add("write_and_read", Mark.FAIL, f"{text}: what was read is not what was written", move)
     if not trial.direct:
         text = "refused: transfers go through the page cache, which costs memory and CPU"
-        section.add("direct_io", Mark.WARN, text, _LOCAL)
+        section.add("direct_io", Mark.WARN, text, LOCAL)
     elif trial.alignment is None:
         section.add("direct_io", Mark.OK, "works; the kernel does not tell the alignment it needs")
     else:
