@@ -99,8 +99,8 @@ def initialize_values(
 ) -> None:
     """Give values to the parameters in `pending` and to meta buffers, in the model's own way or by `init_fn`.
 
-    Every rank draws the same numbers (given the same seed) and keeps its shard. Buffers in `stored` get memory only: a file
-    gives them values afterwards. Raises ConfigError naming parameters and buffers that get none.
+    Every rank draws the same numbers, if its generators are in the same state, and keeps its shard. Buffers in `stored` get
+    memory only: a file gives them values afterwards. Raises ConfigError naming parameters and buffers that get none.
     """
     blank = _allocate_buffers(model, device, stored)
     wholes = _Wholes(model, pending)

@@ -6,6 +6,7 @@ No more than one tensor, or one rank's shard of it, is ever held; what goes to t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.coded import parts_of_codes
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
 from infinity.store.stored_parameter import read_rows, stored_parameter
+from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
 
@@ -50,6 +52,19 @@ def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
     with ExitStack() as stack:
         names = frozenset(open_tensors(Path(path), stack))
     return names - parts_of_codes(names)
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """A hash of safetensors: of names, shapes and places of all tensors, and a page of the values of each."""
+    seen = hashlib.blake2b()
+    with ExitStack() as stack:
+        where = _headers(Path(path))
+        files = {file: stack.enter_context(file.open("rb")) for file in sorted({t.path for t in where.values()})}
+        for name, tensor in sorted(where.items()):
+            page = min(tensor.nbytes, PAGE_BYTES)
+            values = os.pread(files[tensor.path].fileno(), page, tensor.offset + (tensor.nbytes - page) // 2)
+            seen.update(repr((name, tensor.path.name, tensor.dtype, tensor.shape, tensor.offset)).encode() + values)
+    return seen.hexdigest()
 
 
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:

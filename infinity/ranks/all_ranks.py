@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from infinity import errors
@@ -19,6 +20,29 @@ def from_all_ranks(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def from_first_rank(value: _T) -> _T:
+    """What the first rank has passed. A collective of all ranks."""
+    values = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give each tensor the values that it has on the first rank; those on the meta device have none. A collective of all ranks.
+
+    One after another is on `device`, from where it is sent. Memory that holds these values already is not written to.
+    """
+    for tensor in tensors if dist.get_world_size() > 1 else ():
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        values = tensor.detach().to(device).contiguous()
+        sent = values.clone()
+        dist.broadcast(sent.flatten().view(torch.uint8), src=0)
+        if not torch.equal(sent.flatten().view(torch.uint8), values.flatten().view(torch.uint8)):
+            tensor.data = torch.empty_like(tensor).copy_(sent)
 
 
 @contextlib.contextmanager

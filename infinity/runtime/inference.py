@@ -27,7 +27,7 @@ from infinity.fsdp2.gathered import remember_sharded
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
-from infinity.runtime.prepare import check_supported, give_values, shard_and_page
+from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.resolved import compute_device, resolve
 from infinity.swap import SwapManager
 
@@ -121,9 +121,10 @@ def init_inference(
                 moments=(),
                 device_type=compute_device().type,
             )
+        check_alike(model, weights)
         _, swap, _, _ = shard_and_page(model, resolved, None, weights, undo)
         remember_sharded(model)
-        with raise_on_all_ranks():
+        with drawing_alike(), raise_on_all_ranks():
             give_values(model, resolved, swap, weights, None, None)
         if hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")

@@ -39,7 +39,7 @@ from infinity.runtime.optimizers import (
     stepper_for,
     trained_names,
 )
-from infinity.runtime.prepare import check_supported, give_values, shard_and_page
+from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import compute_device, report_config, resolve
 from infinity.swap import PagedOptimizer
@@ -71,7 +71,8 @@ def initialize(
 
     Args:
         args: an object with `deepspeed_config`, read when `config` is None.
-        model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place.
+        model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place. All ranks
+            build it alike; the values of its parameters and buffers are those of rank 0.
         optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
             the config's. With NVMe it is Adam, AdamW, SGD or another one that updates each element by itself, and another
             object takes its place; else it is kept.
@@ -133,6 +134,7 @@ def initialize(
                 matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
                 device_type=compute_device().type,
             )
+        check_alike(model, weights)
         if dist.get_rank() == 0:
             report_config(settled)
         run = open_run(settled.nvme_paths, resolved.run_name, resume=resume)
@@ -144,7 +146,7 @@ def initialize(
         remember_sharded(model)
         peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
-        with raise_on_all_ranks():
+        with drawing_alike(), raise_on_all_ranks():
             unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)

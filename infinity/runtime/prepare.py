@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,15 @@ from infinity.config import Config
 from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError, StoreError
 from infinity.fsdp2.adapters import check_adapters, left_to_model
+from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.experts import expert_modules, routed_experts, split_experts
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.guarded import carry_hooks, guard
 from infinity.fsdp2.live import LiveParameters, choose_wrap
-from infinity.fsdp2.materialize import load_weights, stored_names
+from infinity.fsdp2.materialize import fingerprint, load_weights, stored_names
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
-from infinity.ranks.all_ranks import first_of_ranks, raise_on_all_ranks
+from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.schedule.scheme import late_update
 from infinity.store.durable import DurableRun
@@ -53,6 +54,49 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
     if weights is not None:
         check_adapters(model)
     check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
+
+
+def check_alike(model: nn.Module, weights: str | os.PathLike[str] | None) -> None:
+    """Raise ConfigError, on all ranks, where one has built another model than the first rank, or finds other files under
+    `weights`. A collective."""
+    with raise_on_all_ranks():
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        built = {name: (tuple(t.shape), str(t.dtype), t.is_meta, t.requires_grad) for name, t in tensors}
+        files = fingerprint(weights) if weights is not None else None
+    first_built, first_files = from_first_rank((built, files))
+    with raise_on_all_ranks():
+        for name in {**first_built, **built}:
+            if built.get(name) != first_built.get(name):
+                here, there = _described(built.get(name)), _described(first_built.get(name))
+                raise ConfigError(
+                    f"{name} is {here} here and {there} on rank 0: build the same model on all ranks; rank 0 gives the values"
+                )
+        if [*built] != [*first_built]:
+            raise ConfigError(
+                "the model has its parameters in another order here than on rank 0: build them in the same order"
+            )
+        if files != first_files:
+            raise ConfigError(
+                f"the files of weights={os.fspath(weights or '')!r} differ from those that rank 0 finds there: copy the same "
+                "files to every host"
+            )
+
+
+def _described(built: tuple[tuple[int, ...], str, bool, bool] | None) -> str:
+    if built is None:
+        return "missing"
+    shape, dtype, is_meta, requires_grad = built
+    words = f"{'trained' if requires_grad else 'not trained'}, {dtype.removeprefix('torch.')} of shape {shape}"
+    return f"{words}, on the meta device" if is_meta else words
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Around what draws first values: all ranks draw those of the first rank, as each keeps its rows of them. A rank that was
+    seeded otherwise has its own random numbers back after it. A collective at its beginning."""
+    here, first = RandomState.now(), from_first_rank(RandomState.now())
+    with nullcontext() if torch.equal(here.cpu, first.cpu) else first.within():
+        yield
 
 
 def shard_and_page(
@@ -156,12 +200,15 @@ def _make_mesh(shard_ranks: int) -> DeviceMesh:
 
 
 def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
-    """fully_shard each of `wrap` and the root, over fp32 masters. One group after another is on the device as a whole; what is
-    paged leaves it at once, so that the model may be larger than its memory."""
+    """fully_shard each of `wrap` and the root, over fp32 masters with the values of the first rank. One group after another is
+    on the device as a whole; what is paged leaves it at once, so that the model may be larger than its memory."""
     model.float()
     hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
+    take_from_first_rank(model.buffers(), compute_device())
 
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
+        own = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
+        take_from_first_rank(own, compute_device())
         fully_shard(
             module,
             mesh=mesh,

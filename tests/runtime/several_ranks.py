@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -74,7 +76,8 @@ def failing_alone(folder: Path) -> None:
             raise AssertionError(f"rank {rank} heard nothing of: {words}")
 
     def start(path: Path, **arguments: Any) -> Any:
-        return infinity.initialize(model=model(), config=arguments.pop("config", config(path)), **arguments)
+        built = arguments.pop("built", None) or model()
+        return infinity.initialize(model=built, config=arguments.pop("config", config(path)), **arguments)
 
     (folder / "file").touch()
     bad = folder / "file" / "below" if rank else folder
@@ -85,6 +88,20 @@ def failing_alone(folder: Path) -> None:
         "spelled",
         lambda: start(folder, config={**config(folder), **({"spelled": 1} if rank else {})}),
     )
+
+    wide = model(width=64 + rank)
+    told(infinity.ConfigError, "float32 of shape (65, 8) here", lambda: start(folder, built=wide))
+    with torch.device("meta" if rank else "cpu"):
+        told(infinity.ConfigError, "on the meta device here", lambda: start(folder, built=model()))
+    turned = nn.Sequential(OrderedDict([*model().named_children()][:: -1 if rank else 1]))
+    told(infinity.ConfigError, "in another order here", lambda: start(folder, built=turned))
+    own = folder / str(rank)
+    own.mkdir()
+    save_file(
+        {name: value + (rank if name == "1.1.weight" else 0) for name, value in model().state_dict().items()},
+        own / "file",
+    )
+    told(infinity.ConfigError, "differ from those that rank 0 finds", lambda: start(folder, weights=own / "file"))
 
     sharded = model()
     fully_shard(sharded)
@@ -135,8 +152,34 @@ def overflowing_alone(folder: Path) -> None:
     print("skipped together", flush=True)
 
 
+def of_first_rank(folder: Path) -> None:
+    """Ranks seeded apart train what rank 0 has, also in copies of the model, and go on with their own random numbers."""
+    rank = int(os.environ["RANK"])
+    in_copies = config(folder)
+    in_copies["zero_optimization"]["mics_shard_size"] = 1
+    for settings in (config(folder), in_copies, {"zero_optimization": {"stage": 3}}):
+        for empty in (False, True):
+            expected: dict[str, torch.Tensor] = {}
+            for seed in (0, rank):  # what rank 0 makes, and what this rank does
+                with infinity.init_empty() if empty and expected else contextlib.nullcontext():
+                    made = model()
+                torch.manual_seed(seed)
+                if not (empty and expected):
+                    made.apply(lambda module: hasattr(module, "reset_parameters") and module.reset_parameters())
+                made.register_buffer("place", torch.full((3,), seed + 1.0), persistent=False)
+                expected = expected or {name: value.clone() for name, value in made.state_dict().items()}
+            random = torch.get_rng_state()
+            engine, *_ = infinity.initialize(model=made, config=settings)
+            with engine:
+                assert torch.equal(torch.get_rng_state(), random) or rank == 0
+                assert torch.equal(made.place, torch.ones(3)), made.place
+                for name, parameter in made.named_parameters():
+                    assert torch.equal(parameter.data.full_tensor() + 0, expected[name]), (name, empty, settings)
+
+
 def set_by_one(folder: Path) -> None:
     """What rank 1 sets in a gathered parameter is what all ranks hold, on the drive and in the next forward."""
+    of_first_rank(folder)
     for settings in (config(folder), {"zero_optimization": {"stage": 3}}):
         trained = model()
         engine, *_ = infinity.initialize(model=trained, config=settings)
