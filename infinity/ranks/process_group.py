@@ -1,4 +1,4 @@
-"""Floor 2. The process group: the one that is there, torchrun's, or one of a single rank. Training thread only.
+"""Floor 2. The process group: the one that is there, torchrun's, or one of a single rank. Any thread.
 
 [Note: A group after a group]
 Ranks meet at a store that outlives the group they make: torchrun's. A second group that used the same keys would read the
@@ -11,23 +11,59 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from infinity.errors import InfinityError
+
 _TIMEOUT = timedelta(minutes=30)
+_CONNECT_SECONDS_MAX = 20.0
+"""To reach the store of a launcher, which serves it before it starts the ranks."""
 _numbers = itertools.count()
+_lock = threading.Lock()
+_group: dist.ProcessGroup | None = None
+"""The one that was made here."""
+_users = 0
+"""How many use it; the last one closes it."""
 
 
 def ensure_process_group() -> Callable[[], None]:
-    """Make a process group where there is none. Returns what closes it if it is ours, else what does nothing.
+    """Make a process group where there is none. Returns a function to be called once after use, which closes the group
+    after the last user, but never one of the caller's own.
 
     A collective where RANK and WORLD_SIZE are set, as torchrun does; else a group of this rank alone.
     """
-    if dist.is_initialized():
-        return lambda: None
+    global _group, _users
+    with _lock:
+        if not dist.is_initialized():
+            _make_group()
+            _group, _users = dist.group.WORLD, 0
+        group = _group
+        if group is None or group is not dist.group.WORLD:
+            return lambda: None
+        _users += 1
+    return functools.partial(_leave, group)
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    global _group, _users
+    with _lock:
+        if group is not _group:
+            return  # the caller has closed it, and others have made another one
+        _users -= 1
+        if _users == 0:
+            _group = None
+            if group is dist.group.WORLD:
+                dist.destroy_process_group()
+
+
+def _make_group() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -38,7 +74,6 @@ def ensure_process_group() -> Callable[[], None]:
         place = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         store = dist.PrefixStore(f"infinity-{next(_numbers)}", _meeting_point(*place, rank, ranks))
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    return _close
 
 
 def init_distributed(
@@ -63,11 +98,23 @@ def init_distributed(
 @functools.cache
 def _meeting_point(address: str, port: str, rank: int, ranks: int) -> dist.Store:
     """The store of the ranks that the environment names. Kept: where rank 0 serves it, it can't be served twice."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _check_launcher(address, port)
     store: dist.Store
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
     return store
 
 
-def _close() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _check_launcher(address: str, port: str) -> None:
+    """Raise InfinityError where the launcher that started this rank is gone, for which torch would wait as for a slow one."""
+    deadline = time.monotonic() + _CONNECT_SECONDS_MAX
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=_CONNECT_SECONDS_MAX).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InfinityError(
+                    f"the launcher of this rank doesn't answer at {address}:{port} ({error}): it has ended; start the run again"
+                ) from None
+        time.sleep(0.5)
