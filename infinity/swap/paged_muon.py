@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
@@ -87,29 +88,31 @@ class PagedMuon(PagedAdam):
                 if piece.stepping.first:
                     buffer.zero_()
                 with sub.part_of_master(piece.place.start, piece.place.stop, lease) as master:
-                    _step_matrix(settings, piece.stepping, master, piece.scaled(), buffer)
+                    device = self._paging.device.torch_device
+                    _step_matrix(settings, piece.stepping, device, master, piece.scaled(), buffer)
         if not sub.layout.split:
             sub.set_master(sub.view(Field.MASTER, lease), lease)
 
 
 def _step_matrix(
-    settings: MuonSettings, stepping: Stepping, master: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor
+    settings: MuonSettings,
+    stepping: Stepping,
+    device: torch.device,
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    momentum: torch.Tensor,
 ) -> None:
-    """Step a matrix of which these are this rank's rows (1-D, on the CPU), where the model computes. A collective of the ranks
-    that it is sharded over."""
-    sharded = stepping.parameter.data
-    assert isinstance(sharded, DTensor)
+    """Step a matrix of which these are this rank's rows (1-D, on the CPU), on `device`. A collective of the ranks that it is
+    sharded over."""
     here = [field.view(stepping.shard.shape) for field in (master, grad, momentum)]
-    there = [field.to(sharded.device) for field in here]
-    fields = [_as_sharded(rows, sharded) for rows in there] if sharded.device_mesh.size(-1) > 1 else there
+    there = [field.to(device) for field in here]
+    fields = [_as_sharded(rows, stepping.spec) for rows in there] if stepping.spec.mesh.size(-1) > 1 else there
     muon_(settings, master=fields[0], grad=fields[1], momentum_buffer=fields[2])
     for rows, changed in ((here[0], there[0]), (here[2], there[2])):
         if rows is not changed:
             rows.copy_(changed)
 
 
-def _as_sharded(rows: torch.Tensor, like: DTensor) -> DTensor:
-    """The matrix of which every rank has its rows, sharded as another one of its shape."""
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+def _as_sharded(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The matrix of which every rank has its rows, sharded so."""
+    return DTensor.from_local(rows, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)

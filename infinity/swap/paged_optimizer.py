@@ -2,6 +2,11 @@
 
 What all of them share is here. How gradients get here is in gradient_lap.py; what is kept of each parameter, in
 optimizer_state.py; how elements are updated, in paged_adam.py and hosted_optimizer.py.
+
+[Note: What an update holds]
+An update that waits holds no parameter and no moment. Paged tensors lead to the paging, and so to the updates that wait; if an
+update led back to them, a model that is dropped without `close` would never be freed. Python's collector does not see that a
+view of a paged tensor holds that tensor, and takes it for held by something else.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
@@ -50,6 +57,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging = swap.paging
         kind = type(self).__name__
         self._paged_state = PagedState(self._paging, kind, self.moments, counts_steps=self.counts_steps)
+        self._bare = object.__new__(type(self))
+        """This optimizer without its parameters: see [Note: What an update holds]."""
+        self._bare.__dict__.update(vars(self), param_groups=[], state={})
         if not self.rounds_moments and self._paging.options.moments_dtype is not torch.float32:
             raise ConfigError(
                 f"{kind} keeps its numbers in fp32, and the model was paged for "
@@ -121,16 +131,16 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             stepping = self._stepping(grad_scale)
             accepted: set[PagedSubGroup] = set()
             if self._paging.options.speculative:
-                inputs = {index: stepped.inputs for index, stepped in stepping.items()}
+                inputs = {stepped.shard.index: stepped.inputs for stepped in stepping.values()}
                 accepted = self._speculation.accept(inputs, grad_scale)
             remaining = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
             updates = self._updates_of(remaining, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates, accepted)
-            for stepped in stepping.values():
-                self._paged_state.count_step(stepped.shard, self.state[stepped.parameter])
+            for parameter, stepped in stepping.items():
+                self._paged_state.count_step(stepped.shard, self.state[parameter])
             if self._paging.options.update != "step":
-                for stepped in stepping.values():
-                    stepped.parameter.grad = None  # whoever changed it would change the update
+                for parameter in stepping:
+                    parameter.grad = None  # whoever changed it would change the update
             if not self._paging.options.updates_wait:
                 self._paging.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
             self._end_backward()
@@ -198,9 +208,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.paged.health.note_part_stepped()
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
-        for stepped in stepping.values():
-            self._paged_state.count_step(stepped.shard, self.state[stepped.parameter])
-        self.lap.note_applied(group, {stepped.parameter: stepped.settings for stepped in stepping.values()})
+        for parameter, stepped in stepping.items():
+            self._paged_state.count_step(stepped.shard, self.state[parameter])
+        self.lap.note_applied(group, {parameter: stepped.settings for parameter, stepped in stepping.items()})
         self.lap.queue(group, updates)
 
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
@@ -210,21 +220,22 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         members = [sub for sub in group.members if self._speculation.may_update(sub)]
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
-            self._speculation.note_inputs({index: stepped.inputs for index, stepped in stepping.items()})
+            self._speculation.note_inputs({stepped.shard.index: stepped.inputs for stepped in stepping.values()})
             self.lap.queue(group, updates)
 
     def _updates_of(
         self,
         sub_groups: Sequence[PagedSubGroup],
-        stepping: Mapping[int, Stepping],
+        stepping: Mapping[nn.Parameter, Stepping],
         taken: Callable[[PagedSubGroup], torch.Tensor | None],
     ) -> dict[PagedSubGroup, SubGroupUpdate]:
         """What updates each sub-group of which something is stepped. `taken`: its gradients where they were taken."""
+        by_shard = {stepped.shard.index: stepped for stepped in stepping.values()}
         updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in sub_groups:
-            of_sub = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+            of_sub = {piece.shard: by_shard[piece.shard] for piece in sub.layout.pieces if piece.shard in by_shard}
             if of_sub:
-                updates[sub] = partial(self._update, sub, of_sub, taken(sub))
+                updates[sub] = partial(self._bare._update, sub, of_sub, taken(sub))
         return updates
 
     def _check_used(self, grad_scale: float) -> None:
@@ -267,8 +278,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.policy.discard_step()
         self._paging.paged.health.mend()
 
-    def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, Stepping]:
-        """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
+    def _stepping(
+        self, grad_scale: float, only: Collection[nn.Parameter] | None = None
+    ) -> dict[nn.Parameter, Stepping]:
+        """Of the parameters that have a gradient, with state made where it is their first step."""
         has = self._paging.waiting_gradients.has
         chosen = [
             (parameter, group)
@@ -278,7 +291,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         lefts = [(trained_shard(p).index, self.lap.left(p)) for p, _ in chosen]
         left = {index: elements_of(local) for index, local in lefts if local is not None}
         grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
-        by_shard: dict[int, Stepping] = {}
+        stepping: dict[nn.Parameter, Stepping] = {}
         settings: dict[int, Any] = {}
         for parameter, group in chosen:
             if id(group) not in settings:  # once for all of its parameters
@@ -287,8 +300,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._paged_state.make(parameter, state)
             steps, first = self._paged_state.steps_of(state), self._paged_state.is_first_step(shard, state)
             grad = grads.get(shard.index)
-            by_shard[shard.index] = Stepping(shard, parameter, settings[id(group)], steps, first, grad, grad_scale)
-        return by_shard
+            assert isinstance(parameter, DTensor)
+            of_group = settings[id(group)]
+            stepping[parameter] = Stepping(shard, parameter._spec, of_group, steps, first, grad, grad_scale)
+        return stepping
 
     def _with_groups(self, only: Collection[nn.Parameter] | None) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """The parameters, or `only` these, in their order, with what `param_groups` say of them."""
@@ -364,11 +379,11 @@ def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> No
 
 @dataclass(frozen=True)
 class Stepping:
-    """One parameter that is stepped: its shard, the settings of its group, its `steps` so far and whether this is its `first`,
-    and its gradient (1-D; None where it was taken)."""
+    """One parameter that is stepped: its shard and how it is sharded, the settings of its group, its `steps` so far and whether
+    this is its `first`, and its gradient (1-D; None where it was taken). See [Note: What an update holds]."""
 
     shard: PagedShard
-    parameter: nn.Parameter
+    spec: DTensorSpec
     settings: Any
     steps: torch.Tensor
     first: bool

@@ -526,17 +526,20 @@ def test_a_kernel_that_fails_in_the_backward_tears_the_values(
     assert step(nvme) == expected
 
 
+@pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
-def test_what_is_closed_and_forgotten_is_collected(nvme_path: Path, update: str) -> None:
+def test_what_is_forgotten_is_collected_with_its_files(nvme_path: Path, update: str, closed: bool) -> None:
     engine = made(nvme_path, clipping=0.0, update=update)
-    step(engine)
-    engine.close()
+    step(engine)  # which leaves updates that wait
+    if closed:
+        engine.close()
     left = [weakref.ref(each) for each in (engine, engine.module, engine.optimizer, engine.swap)]
     paged = weakref.ref(engine.swap.paged)  # type: ignore[union-attr]
     del engine
     for _ in range(3):  # what tensors hold is seen when they are gone
         gc.collect()
     assert [each() for each in (*left, paged)] == [None] * 5
+    assert not [*nvme_path.iterdir()]
 
 
 @pytest.fixture(params=["step", "forward"])
