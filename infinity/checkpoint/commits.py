@@ -7,6 +7,13 @@ pending. It is made just before the first write of the next step could follow: a
 updates, else of the next `step`. By then the writes have drained behind the passes, and only the drive's cache and a small
 file are waited for. Both places are the same on all ranks, so all commit the same steps.
 
+[Note: What is changed after a step]
+A learning rate that a ReduceLROnPlateau or a loop sets after `step`, and a buffer that is set then, belong to that step: a run
+that resumes after it does not set them again. So these parts of the unpaged state are `late`: they are captured once more when
+the next step begins (`fix`: buffers by its first forward with gradients, which changes them itself, settings by its first
+backward), or when the commit is made before that. If a save or `commit()` has committed the step already, it is committed again
+then, unless no rank finds a change.
+
 [Note: What can be gone on from]
 A commit replaces the one before it, so it counts only when a run can go on from it. All that a resume checks of a record is
 checked before: `check_unpaged_state` when it is noted and again, with `check_arena`, when the commit is made; and the file is
@@ -62,14 +69,34 @@ class Training:
     counts_steps: bool
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A step to be committed, with the unpaged state at its end: as values, and as bytes (`stored`)."""
+Part = Literal["settings", "buffers"]
+"""Of the unpaged state, which may still change after a step: see [Note: What is changed after a step]."""
+
+
+@dataclass
+class _Noted:
+    """A step to be committed, with the unpaged state at its end: as values, and as bytes (`stored`).
+
+    late: captures the parts that may still change. marks: of these, equal as long as nothing has. renewed: whether something
+    has, since the step was committed.
+    """
 
     step: int
     training: Training
     unpaged_state: dict[str, Any]
     stored: bytes
+    late: dict[Part, Callable[[], dict[str, Any]]]
+    marks: dict[Part, Any]
+    renewed: bool = False
+
+    def renew(self) -> None:
+        """Take over what has changed since of the parts that may; a group or a buffer that was added belongs to the next step.
+        Raises CheckpointError where it can't be stored."""
+        for part, capture in self.late.items():
+            values = capture()
+            if (mark := _mark(values)) != self.marks[part] and _fits(self.unpaged_state | values, self.training):
+                self.unpaged_state = decode(self.stored) | values
+                self.stored, self.marks[part], self.renewed = encode(self.unpaged_state), mark, True
 
 
 class Commits:
@@ -78,7 +105,9 @@ class Commits:
     def __init__(self, run: DurableRun, swap: SwapManager) -> None:
         self._run = run
         self._swap = swap
-        self._pending: _Pending | None = None
+        self._pending: _Noted | None = None
+        self._latest: _Noted | None = None
+        """The last step, committed or not, until its settings are fixed and it is committed."""
         if run.resumed is not None:
             self._set_recovery_advice(run.resumed.commit.step)
 
@@ -88,8 +117,14 @@ class Commits:
         with raise_on_all_ranks():
             encode(client_state)
 
-    def note(self, step: int, training: Callable[[], Training], unpaged_state: Callable[[], dict[str, Any]]) -> None:
-        """Note, at the end of a step, the state to commit. A collective.
+    def note(
+        self,
+        step: int,
+        training: Callable[[], Training],
+        unpaged_state: Callable[[], dict[str, Any]],
+        late: Mapping[Part, Callable[[], dict[str, Any]]],
+    ) -> None:
+        """Note, at the end of a step, the state to commit, and what captures the parts of it that are `late`. A collective.
 
         Raises CheckpointError on all ranks where the unpaged state of one can't be stored, or no training could go on from it;
         what was noted before is still to be committed then, on all ranks.
@@ -100,7 +135,20 @@ class Commits:
             _check_keys(values, step)
             fits = training()
             check_unpaged_state(values, fits, self._stepped)
-        self._pending = _Pending(step, fits, values, stored)
+            marks = {part: _mark(capture()) for part, capture in late.items()}
+        self._pending = self._latest = _Noted(step, fits, values, stored, dict(late), marks)
+
+    def fix(self, part: Part) -> None:
+        """The next step begins: a change of this part belongs to it from now on. See [Note: What is changed after a step]. A
+        collective for the settings."""
+        if self._latest is None or part not in self._latest.late:
+            return
+        if part == "settings" and self._pending is None:
+            self.make()
+            self._latest = None
+        else:
+            self._latest.renew()
+            del self._latest.late[part]
 
     @property
     def pending_step(self) -> int | None:
@@ -118,22 +166,30 @@ class Commits:
             self.make()
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
+        self._latest = None
 
     def make(self) -> None:
-        """Commit the pending step, if any. A collective.
+        """Commit the pending step, if any, or one that was changed since it was committed. A collective.
 
         Raises on all ranks where it fails on one; the commit before it stays then.
         """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
-            sequence = self._write_on_all_ranks(pending)
-            self._set_recovery_advice(pending.step)
+        (pending, latest), (self._pending, self._latest) = (self._pending, self._latest), (None, None)
+        if pending is None and latest is not None:
             with raise_on_all_ranks():
-                self._leave_one_record(sequence)
+                latest.renew()
+            if any(from_all_ranks(latest.renewed)):
+                pending = latest
+        if pending is not None:
+            with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
+                sequence = self._write_on_all_ranks(pending)
+                self._set_recovery_advice(pending.step)
+                with raise_on_all_ranks():
+                    self._leave_one_record(sequence)
+            pending.renewed = False
+        if latest is not None and "settings" in latest.late:
+            self._latest = latest
 
-    def _write_on_all_ranks(self, pending: _Pending) -> int:
+    def _write_on_all_ranks(self, pending: _Noted) -> int:
         """Write the records of all ranks; then the slots of the commit before may be overwritten. Returns the new number.
 
         Where one rank fails, all learn of it, and no rank keeps its record. Where a rank can't learn what the others did,
@@ -153,7 +209,7 @@ class Commits:
             raise
         return record.commit.sequence
 
-    def _check_restorable(self, record: Record, pending: _Pending) -> None:
+    def _check_restorable(self, record: Record, pending: _Noted) -> None:
         """Raise CheckpointError unless the record is on the drive and a run can go on from it."""
         check_arena(record, self._swap.paged)
         check_unpaged_state(pending.unpaged_state, pending.training, self._stepped)
@@ -168,9 +224,10 @@ class Commits:
             self._swap.paged.health.seal(why)
             raise StoreError(error.errno or 0, f"{why} failed: nothing is written any more, start again") from None
 
-    def _write(self, pending: _Pending) -> Record:
+    def _write(self, pending: _Noted) -> Record:
         paged = self._swap.paged
         paged.health.check_whole()
+        pending.renew()
         try:
             self._swap.flush()
         except OSError as error:  # a second flush may report success for bytes that the first has lost
@@ -348,13 +405,18 @@ def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
 def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
     """Raise CheckpointError where the training can't go on from this unpaged state; `stepped`: the parameters with moments. See
     [Note: What can be gone on from]."""
-    buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
-    if len(unpaged_state["param_groups"]) != training.groups or buffers != training.buffers:
+    if not _fits(unpaged_state, training):
         raise CheckpointError(
             "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
             "of that run"
         )
     check_resumable(stepped, unpaged_state["steps"], counts_steps=training.counts_steps)
+
+
+def _fits(unpaged_state: Mapping[str, Any], training: Training) -> bool:
+    """Whether both have as many parameter groups, and the same buffers."""
+    buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
+    return len(unpaged_state["param_groups"]) == training.groups and buffers == training.buffers
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
@@ -393,6 +455,14 @@ def unpaged_state_of(record: Record) -> dict[str, Any]:
         raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
     _check_keys(unpaged_state, record.commit.step)
     return unpaged_state
+
+
+def _mark(part: Mapping[str, Any]) -> Any:
+    """Equal for the same part of an unpaged state as long as nothing of it has changed."""
+    if "buffers" not in part:
+        return encode(dict(part))
+    buffers = part["buffers"].items()
+    return {name: (b.data_ptr(), 0 if b.is_inference() else b._version) for name, b in buffers}
 
 
 def _check_keys(unpaged_state: Mapping[str, Any], step: int) -> None:

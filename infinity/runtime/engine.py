@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.activations.saved_tensors import Activations
+from infinity.checkpoint.commits import Part
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
@@ -131,7 +132,8 @@ class Engine(Passes):
 
         With fp16, a gradient that holds an inf or NaN on any rank leaves optimizer and schedule as they are, is said once, and
         counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
-        A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
+        A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one, before
+        the next backward.
         """
         with self._in_pass("a step"), self._timing("step"):
             if not self.is_gradient_accumulation_boundary():
@@ -252,8 +254,10 @@ class Engine(Passes):
             self._commits.make()
 
     def _note_commit(self) -> None:
-        unpaged_state = partial(self._state.capture_unpaged, self.client_state)
-        self._commits.note(self.global_steps, self._state.training, unpaged_state)
+        state = self._state
+        unpaged_state = partial(state.capture_unpaged, self.client_state)
+        late: dict[Part, Any] = {"settings": state.capture_settings, "buffers": state.capture_buffers}
+        self._commits.note(self.global_steps, state.training, unpaged_state, late)
 
     def resume(self, unpaged_state: dict[str, Any]) -> None:
         """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""

@@ -45,11 +45,10 @@ class EngineState:
         training_state = {
             "global_steps": self._progress.global_steps,
             "skipped_steps": self._progress.skipped_steps,
-            "loss_scale": self._loss_scale.state_dict(),
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "client_state": client_state,
             "hyperparameters": self._hyperparameters.told,
             "rng": torch.get_rng_state(),
+            **self._capture_schedule(),
         }
         if torch.cuda.is_available():
             training_state["rng_device"] = torch.cuda.get_rng_state()
@@ -81,13 +80,28 @@ class EngineState:
                 f"{hidden} parameters of the optimizer are not seen in the model, as where an error ended a pass while they "
                 "were gathered: what was committed or saved before stays; go on from that"
             )
-        buffers = buffer_names(self._module, persistent=True)
-        return self.capture_training(client_state) | {
-            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        return {
+            **self.capture_training(client_state),
+            **self.capture_settings(),
+            **self.capture_buffers(),
             "group_names": [[names[p][0] for p in group["params"] if p in names] for group in groups],
             "steps": {all_names[0]: state[p]["step"] for p, all_names in names.items() if "step" in state.get(p, {})},
-            "buffers": {all_names[0]: buffer.detach() for buffer, all_names in buffers.items()},
         }
+
+    def capture_settings(self) -> dict[str, Any]:
+        """The part of an unpaged state that says how the next step updates."""
+        groups = self._optimizer.param_groups
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return {"param_groups": settings, **self._capture_schedule()}
+
+    def _capture_schedule(self) -> dict[str, Any]:
+        schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        return {"lr_scheduler": schedule, "loss_scale": self._loss_scale.state_dict()}
+
+    def capture_buffers(self) -> dict[str, Any]:
+        """The part of an unpaged state that the model's forward may change."""
+        buffers = buffer_names(self._module, persistent=True)
+        return {"buffers": {all_names[0]: buffer.detach() for buffer, all_names in buffers.items()}}
 
     def restore_unpaged(self, unpaged_state: dict[str, Any]) -> None:
         """Set what of an unpaged state is not training state: hyper-parameters, numbers of steps and buffers.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from infinity.checkpoint.commits import Commits
+from infinity.checkpoint.commits import Commits, Part
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import local_of
 from infinity.runtime.gradient_norm import Scalar
@@ -125,6 +125,8 @@ class NoCommits:
     def check_storable(self, client_state: dict[str, Any]) -> None: ...
 
     def note(self, *state: object) -> None: ...
+
+    def fix(self, part: Part) -> None: ...
 
     def make(self) -> None: ...
 

@@ -89,8 +89,12 @@ class PassGuard:
         try:
             if kind is Pass.FORWARD:
                 self.health.check_whole()
+                if torch.is_grad_enabled():
+                    self._commits.fix("buffers")
             else:
                 self.health.check_not_torn()
+                if kind is Pass.BACKWARD:
+                    self._commits.fix("settings")
             yield
         except BaseException as error:
             self._abandon(kind, error)
