@@ -16,8 +16,9 @@ then, unless no rank finds a change.
 
 [Note: What can be gone on from]
 A commit replaces the one before it, so it counts only when a run can go on from it. All that a resume checks of a record is
-checked before: `check_unpaged_state` when it is noted and again, with `check_arena`, when the commit is made; and the file is
-read back. No rank removes the older commit before all ranks know how that went.
+checked before: `check_unpaged_state` when it is noted and again, with `check_arena`, when the commit is made; the arena and the
+note beside it still have their names, and the record is read back. No rank removes the older commit before all ranks know how
+that went.
 """
 
 from __future__ import annotations
@@ -195,16 +196,18 @@ class Commits:
         Where one rank fails, all learn of it, and no rank keeps its record. Where a rank can't learn what the others did,
         because one died, they may be past this point already: it keeps both records, and writes nothing any more.
         """
-        record = None
+        record, begun = None, False
         try:
             with raise_on_all_ranks():
+                self._run.check_in_place()
+                begun = True
                 record = self._write(pending)
                 self._check_restorable(record, pending)
             self._swap.paged.mark_committed()  # from here on nobody overwrites the slots of the new records
         except BaseException as error:
-            if record is None or isinstance(error, InfinityError):
+            if begun and (record is None or isinstance(error, InfinityError)):
                 self._leave_one_record(self._run.sequence)
-            else:
+            elif begun:
                 self._swap.paged.health.seal(f"the commit of step {pending.step} ({in_words(error)})")
             raise
         return record.commit.sequence

@@ -76,6 +76,8 @@ class DurableFolder(Folder):
         self._rank_name = f"rank{rank}"
         self.fresh = True
         """Whether to create the arena anew."""
+        self._arena: tuple[Path, os.stat_result] | None = None
+        """The path of the arena, and the file that was opened there."""
         try:
             _make_own(self.path)
             self._lock = _lock(self.path / f"{self._rank_name}.lock")
@@ -92,11 +94,30 @@ class DurableFolder(Folder):
         deadline = time.monotonic() + _ENDING_SECONDS_MAX
         while True:
             try:
-                return File(self.path / name, create=self.fresh, drive=drive, exclusive=True, checksums=checksums)
+                file = File(self.path / name, create=self.fresh, drive=drive, exclusive=True, checksums=checksums)
+                self._arena = self.path / name, os.fstat(file.fileno())
+                return file
             except IoError as error:
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)  # see [Note: Nobody else's writes]
+
+    def check_in_place(self, arena: str) -> None:
+        """Raise CheckpointError where the arena, or the note that it is `arena`, no longer has its name, as after `rm` or `mv`:
+        nobody could resume from it."""
+        noted = {self.file("json"): self.noted().get("arena") == arena}
+        if self._arena is not None:
+            path, opened = self._arena
+            try:
+                noted[path] = os.path.samestat(path.lstat(), opened)
+            except OSError:
+                noted[path] = False
+        gone = [str(path) for path, is_there in noted.items() if not is_there]
+        if gone:
+            raise CheckpointError(
+                f"{' and '.join(gone)} was removed or replaced while this run used it, so nothing can be resumed from there: "
+                "write a checkpoint with save_checkpoint, and load it into a run of another infinity.run_name"
+            )
 
     def file(self, suffix: str) -> Path:
         """The path of this rank's file with that suffix."""
@@ -213,6 +234,11 @@ class DurableRun:
             folder.fresh = False
         return record
 
+    def check_in_place(self) -> None:
+        """Raise CheckpointError where a file of this run, but its records, no longer has its name."""
+        for folder in self.folders:
+            folder.check_in_place(self.arena)
+
     def write(self, record: Record) -> None:
         """Write the record of a commit whose state is on the drive already. Raises OSError."""
         content = record.to_bytes()
@@ -225,7 +251,9 @@ class DurableRun:
             self._shares_noted = True
 
     def read_back(self, written: Record) -> None:
-        """Raise CheckpointError unless the record on the drive is the one that was written."""
+        """Raise CheckpointError unless the record on the drive is the one that was written, of an arena that is there as a
+        whole."""
+        self._check_arena(written)
         path = self._slot(written.commit.sequence)
         try:
             if parse_record(read_small(path, RECORD_BYTES_MAX), written.layout) != written:

@@ -427,6 +427,29 @@ def test_a_commit_of_which_the_other_ranks_do_not_answer_stops_all_writing(
         assert [*losses[:2], step(engine)] == expected(nvme_path / "whole", 3)
 
 
+@pytest.mark.parametrize("harm", ["arena removed", "note replaced", "folder renamed"])
+def test_a_run_whose_files_were_taken_away_is_refused_at_once_and_can_be_saved(
+    harm: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    folder = nvme_path / "infinity-durable-run"
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine), step(engine)]
+        if harm == "arena removed":
+            (folder / "rank0.arena").unlink()
+        elif harm == "note replaced":
+            (folder / "rank0.json").write_text("{}")
+        else:
+            folder.rename(nvme_path / "elsewhere")
+        for _ in range(2):
+            with pytest.raises(infinity.CheckpointError, match=r"removed or replaced.*save_checkpoint"):
+                engine.commit()
+        engine.save_checkpoint(tmp_path)
+        raise Crash
+    with make(nvme_path, Case(), run_name="another") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
+
+
 def test_a_training_goes_on_after_a_commit_that_failed(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state is whole, only not committed; and what is committed stays."""
 
