@@ -123,23 +123,27 @@ class Checkpoints:
 
     def save_16bit(self, save_dir: str | os.PathLike[str]) -> None:
         """`Engine.save_16bit_model`."""
-        with raise_on_all_ranks():
-            self._guard.check_whole()
-        checkpoint.save_16bit(save_dir, self._module, self._options.compute_dtype)
+        with self._guard.entered():
+            with raise_on_all_ranks():
+                self._guard.check_whole()
+            checkpoint.save_16bit(save_dir, self._module, self._options.compute_dtype)
 
     def consolidated_16bit(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere."""
-        with raise_on_all_ranks():
-            self._guard.check_whole()
-        reshard(self._module)
-        names = {all_names[0]: (all_names, p.requires_grad) for p, all_names in parameter_names(self._module).items()}
-        consolidated: dict[str, torch.Tensor] = {}
-        for name, tensor in named_full_tensors(self._module, self._options.compute_dtype):
-            all_names, trained = names[name]
-            if dist.get_rank() == 0 and (trained or not exclude_frozen):
-                consolidated.update(dict.fromkeys(all_names, tensor))
-        if dist.get_rank() != 0:
-            return None
-        for buffer, all_names in buffer_names(self._module, persistent=True).items():
-            consolidated.update(dict.fromkeys(all_names, buffer.detach().cpu().clone()))
-        return consolidated
+        with self._guard.entered():
+            with raise_on_all_ranks():
+                self._guard.check_whole()
+            reshard(self._module)
+            names = {
+                all_names[0]: (all_names, p.requires_grad) for p, all_names in parameter_names(self._module).items()
+            }
+            consolidated: dict[str, torch.Tensor] = {}
+            for name, tensor in named_full_tensors(self._module, self._options.compute_dtype):
+                all_names, trained = names[name]
+                if dist.get_rank() == 0 and (trained or not exclude_frozen):
+                    consolidated.update(dict.fromkeys(all_names, tensor))
+            if dist.get_rank() != 0:
+                return None
+            for buffer, all_names in buffer_names(self._module, persistent=True).items():
+                consolidated.update(dict.fromkeys(all_names, buffer.detach().cpu().clone()))
+            return consolidated

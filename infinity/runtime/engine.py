@@ -294,7 +294,8 @@ class Engine(Passes):
 
         Raises CheckpointError on all ranks where that failed on one; the checkpoint before stays then.
         """
-        self._checkpoints.finish()
+        with self._guard.entered():
+            self._checkpoints.finish()
 
     def load_checkpoint(
         self,
@@ -332,12 +333,13 @@ class Engine(Passes):
 
         A collective then, and where a checkpoint is on its way; but while an error is being handled, or when a pass has failed
         on one rank, nothing is committed, and that checkpoint is finished without the other ranks, which may be elsewhere: the
-        log tells whether it could be.
+        log tells whether it could be. Raises InfinityError if another thread is in the middle of a step; all stays open then.
         """
         if self._closed:
             return
-        self._closed = True
         with contextlib.ExitStack() as last:  # each of these runs, whatever those after it in this list raise
+            last.enter_context(self._guard.entered())
+            self._closed = True
             last.callback(self.monitor.close)  # last, as it may wait for a network
             last.callback(self._on_close)
             last.callback(self._storage.close)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from infinity.fsdp2.sharding import abandon_unfinished_pass, gathered_groups, in
 from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
 from infinity.runtime.observe import Progress
 from infinity.swap.health import Health, ModelHealth
+
+_LOOK_SECONDS = 0.05
+"""How often a call that waits for one on another thread looks whether that has begun a pass."""
 
 
 class Pass(enum.Enum):
@@ -67,6 +71,10 @@ class PassGuard:
     """The innermost pass that is going on, or that never ended."""
     _partial_since: str | None = None
     """What ended a backward or a step half-way; None where the gradients are not partial."""
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held during every call of the engine."""
+    _stepping: threading.Thread | None = None
+    """The thread that is in a pass, or in the middle of a step; None between steps."""
 
     @property
     def gradients(self) -> Gradients:
@@ -80,12 +88,43 @@ class PassGuard:
         """The one door of what is noted; the first reason stays."""
         self._partial_since = None if why is None else self._partial_since or why
 
+    # Threads.
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Around a call of the engine, which waits for another thread's save, load or commit.
+
+        Raises InfinityError, before anything is touched, if another thread is in a pass, or in the middle of a step, from its
+        first forward with gradients to the end of `step`: what it has gathered would be freed under it. It does not wait for
+        that end, as the other thread may wait for this one.
+        """
+        if in_backward():  # autograd's own threads
+            yield
+            return
+        self._check_thread()
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            self._check_thread()
+        try:
+            self._check_thread()
+            yield
+        finally:
+            self._lock.release()
+
+    def _check_thread(self) -> None:
+        stepping = self._stepping
+        if stepping is not None and stepping is not threading.current_thread() and stepping.is_alive():
+            raise InfinityError(
+                f"thread {stepping.name!r} is in the middle of a step with this engine: make this call on that thread, or "
+                "between two steps"
+            )
+
     # Passes.
 
     @contextlib.contextmanager
     def around(self, kind: Pass) -> Iterator[None]:
         """Around a pass: whatever exception ends it, what it leaves is right, or refuses to be used."""
         outer, self._under_way = self._under_way, kind
+        before, self._stepping = self._stepping, threading.current_thread()
         try:
             if kind is Pass.FORWARD:
                 self.health.check_whole()
@@ -101,11 +140,16 @@ class PassGuard:
             self._under_way = outer
             raise
         self._under_way = outer
+        if kind is Pass.STEP:
+            self._stepping = None
+        elif not torch.is_grad_enabled():
+            self._stepping = before
 
     def begin_forward(self) -> None:
         """Make anew whatever an exception left of a pass that didn't go through the engine."""
-        if self._under_way is None and not in_backward() and abandon_unfinished_pass(self._module):
-            self._paging.recover()
+        with self.entered():
+            if self._under_way is None and not in_backward() and abandon_unfinished_pass(self._module):
+                self._paging.recover()
 
     def settle(self) -> None:
         """No backward and no step is going on: one that never ended was ended by an exception that came twice. (In a forward a
@@ -121,6 +165,7 @@ class PassGuard:
         are torn.
         """
         why = f"{kind.value} ({in_words(error) if error is not None else 'interrupted'})"
+        self._stepping = None
         reset(self._module)
         self._paging.recover()
         if self._activations is not None:
@@ -170,16 +215,17 @@ class PassGuard:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As `Engine.zero_grad`."""
-        self.settle()
-        self.health.check_not_torn()
-        if self.health.state is Health.PART_STEPPED:
-            raise InfinityError(
-                "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
-                'or set infinity.update to "forward"'
-            )
-        self._note_partial("zero_grad")
-        self.drop_gradients(set_to_none)
-        self._begin_step_anew()
+        with self.entered():
+            self.settle()
+            self.health.check_not_torn()
+            if self.health.state is Health.PART_STEPPED:
+                raise InfinityError(
+                    "the gradients were applied in the backward already and can't be taken back: call step() after each "
+                    'backward, or set infinity.update to "forward"'
+                )
+            self._note_partial("zero_grad")
+            self.drop_gradients(set_to_none)
+            self._begin_step_anew()
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Those of the optimizer's parameters, and of all others."""
@@ -196,6 +242,7 @@ class PassGuard:
 
     def _begin_step_anew(self) -> None:
         self._progress.begin_step_anew()
+        self._stepping = None
         self._note_partial(None)  # last: who is interrupted before it begins the step anew once more
 
     # Who wants to look at the values.

@@ -238,8 +238,10 @@ class Passes(DeepSpeedSurface):
 
     # Around them.
 
-    def _in_pass(self, name: str, *, last: bool = False) -> contextlib.AbstractContextManager[None]:
-        return self.peers.in_pass(name, self._guard.standing, last=last)
+    @contextlib.contextmanager
+    def _in_pass(self, name: str, *, last: bool = False) -> Iterator[None]:
+        with self._guard.entered(), self.peers.in_pass(name, self._guard.standing, last=last):
+            yield
 
     @contextlib.contextmanager
     def _timing(self, part: Literal["fwd", "bwd", "step"], micro_batches: int = 1) -> Iterator[None]:

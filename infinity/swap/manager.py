@@ -398,13 +398,14 @@ class SwapManager:
     def close(self) -> None:
         """Wait for what is in flight, give memory and drive space back. Idempotent.
 
-        Raises IoError when a write failed that nobody waited for.
+        Raises IoError when a write failed that nobody waited for; InfinityError on another thread while a pass is going on.
         """
         paging = self._paging
         with paging.alone() if paging is not None else contextlib.nullcontext():
             if self._closed:
                 return
             if paging is not None:
+                paging.check_thread()
                 paging.recover_if_broken()
             self._closed = True
             machinery, self._machinery = self._machinery, None

@@ -178,10 +178,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for torch; gradients that were taken in the backward are forgotten too, unless others were applied there, as that
         step has begun."""
-        self.lap.hide_taken()
-        super().zero_grad(set_to_none)
-        if self._paging.paged.health.state is not Health.PART_STEPPED:
-            self._end_backward()
+        with self._paging.entered():
+            self.lap.hide_taken()
+            super().zero_grad(set_to_none)
+            if self._paging.paged.health.state is not Health.PART_STEPPED:
+                self._end_backward()
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
@@ -269,14 +270,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
-        self._paging.paged.health.check_not_part_stepped()
-        super().load_state_dict(state_dict)
-        for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
-            del self.state[parameter]
-            self._paged_state.load(parameter, self.state[parameter], loaded)
-        self._end_backward()  # what a torn step had applied, and had not
-        self._paging.policy.discard_step()
-        self._paging.paged.health.mend()
+        with self._paging.entered():
+            self._paging.paged.health.check_not_part_stepped()
+            super().load_state_dict(state_dict)
+            for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
+                del self.state[parameter]
+                self._paged_state.load(parameter, self.state[parameter], loaded)
+            self._end_backward()  # what a torn step had applied, and had not
+            self._paging.policy.discard_step()
+            self._paging.paged.health.mend()
 
     def _stepping(
         self, grad_scale: float, only: Collection[nn.Parameter] | None = None

@@ -255,7 +255,7 @@ class Paging:
             if self._in_use:
                 yield
                 return
-            self._check_thread()
+            self.check_thread()
             if self._broken:
                 self.recover()
             self._in_use = True
@@ -313,6 +313,7 @@ class Paging:
         assert self._model is not None
         model = self._model()
         assert model is not None
+        self.check_thread()
         began = self.policy.in_pass or self._in_use or self._broken
         root_may_run = at_root and not began
         if began or is_in_pass(model, root_may_run=root_may_run):
@@ -323,8 +324,8 @@ class Paging:
         if unfinished or began:
             self.recover()
 
-    def _check_thread(self) -> None:
-        """See [Note: Other threads]."""
+    def check_thread(self) -> None:
+        """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads]."""
         if threading.get_ident() == self._thread or in_backward():
             return
         model = self._model() if self._model is not None else None
@@ -338,7 +339,7 @@ class Paging:
         if in_backward():
             return
         with self._lock:
-            self._check_thread()
+            self.check_thread()
             self._thread = threading.get_ident()
             self.leave_unfinished_pass(at_root=True)
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather

@@ -392,6 +392,80 @@ def test_between_a_backward_that_updates_and_its_step_nobody_looks(nvme_path: Pa
         assert same(found, weights(engine))
 
 
+@pytest.mark.parametrize("place", ["memory", "nvme"])
+def test_a_call_on_another_thread_leaves_a_step_alone_and_waits_for_no_end(
+    place: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    def elsewhere(call: Callable[[], object]) -> BaseException | None:
+        raised: list[BaseException | None] = [None]
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                raised[0] = error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return raised[0]
+
+    with make(nvme_path / "right", place=place) as engine:
+        expected = [step(engine) for _ in range(3)]
+    with make(nvme_path / "called", place=place) as engine:
+        found = [step(engine)]
+        calls: list[Callable[[], object]] = [
+            lambda: engine.save_checkpoint(tmp_path, "refused"),
+            lambda: engine.load_checkpoint(tmp_path),
+            lambda: engine.save_16bit_model(tmp_path / "16"),
+            lambda: engine(batch(0)),
+            engine.zero_grad,
+            engine.finish_checkpoint,
+            engine.step,
+            engine.close,
+        ]
+
+        def call_all(*_: Any) -> None:
+            for call in calls:
+                error = elsewhere(call)
+                assert isinstance(error, infinity.InfinityError) and "'MainThread' is in the middle of a step" in str(
+                    error
+                )
+
+        handle = engine.module.blocks[2].register_forward_hook(call_all)  # type: ignore[index, union-attr]
+        with torch.no_grad():
+            engine(batch(0))  # an evaluation
+        loss = engine(batch(10))
+        handle.remove()
+        call_all()  # between forward and backward
+        loss.register_hook(call_all)
+        engine.backward(loss)
+        engine.step()
+        found.append([loss.item()])
+
+        assert elsewhere(lambda: engine.save_checkpoint(tmp_path, "between")) is None
+        begun, save = threading.Event(), EngineState.capture_training
+
+        def slow(state: EngineState, client_state: dict[str, Any]) -> dict[str, Any]:
+            begun.set()
+            training.wait(0.2)  # meanwhile the next step would be taken
+            return save(state, client_state)
+
+        training = threading.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineState, "capture_training", slow)
+            saver = threading.Thread(target=lambda: engine.save_checkpoint(tmp_path, "meanwhile"))
+            saver.start()
+            begun.wait()
+            found.append(step(engine))
+            saver.join()
+        after = weights(engine)
+        engine.load_checkpoint(tmp_path, "meanwhile")
+        assert engine.global_steps == 2
+        assert [step(engine)] == expected[2:] and same(after, weights(engine))
+    assert found == expected
+
+
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
 def test_another_thread_is_served_or_refused_in_words(update: str, nvme_path: Path) -> None:
     with make(nvme_path / "right", update=update) as engine:
@@ -414,19 +488,26 @@ def test_another_thread_is_served_or_refused_in_words(update: str, nvme_path: Pa
             looker.start()
             looker.join()
 
-        refused = []
+        refused: list[infinity.InfinityError] = []
+        handle: Any = None
 
         def look_once() -> None:
-            try:
-                engine.module.state_dict()
-            except infinity.InfinityError as error:
-                refused.append(error)
+            assert engine.swap is not None
+            calls = [engine.module.state_dict]
+            if handle is not None:
+                calls += [engine.optimizer.step, engine.optimizer.zero_grad, engine.swap.flush, engine.swap.close]
+            for call in calls:
+                try:
+                    call()
+                except infinity.InfinityError as error:
+                    refused.append(error)
 
         found = [step(engine)]
         handle = engine.module.blocks[2].register_forward_hook(begin)  # type: ignore[index, union-attr]
         found.append(step(engine))
         handle.remove()
-        assert refused
+        handle = None
+        assert len(refused) == 5
         refused.clear()
         with torch.no_grad():
             engine.eval()(batch(99))
