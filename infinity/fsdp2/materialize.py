@@ -58,7 +58,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     """A hash of safetensors: of names, shapes and places of all tensors, and a page of the values of each."""
     seen = hashlib.blake2b()
     with ExitStack() as stack:
-        where = _headers(Path(path))
+        where = _by_name(Path(path), read_header)
         files = {file: stack.enter_context(file.open("rb")) for file in sorted({t.path for t in where.values()})}
         for name, tensor in sorted(where.items()):
             page = min(tensor.nbytes, PAGE_BYTES)
