@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint.checks import check_same_model, refusing, verify
-from infinity.checkpoint.commits import record_of
+from infinity.checkpoint.commits import order_of_groups, record_of
 from infinity.checkpoint.draft import Draft, check_space, draft_of, failing_as, manifest_of
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.snapshot import Snapshot, rows_of
@@ -319,10 +319,13 @@ def _check_fits(
         check_record(stored.rank(0).record, unpaged_state)
     except CheckpointError as error:
         raise CheckpointError(f"what {stored.path} holds of {error}") from None
-    if len(unpaged_state["param_groups"]) != len(optimizer.param_groups):
+    names_of = parameter_names(model)
+    groups = [[names_of[p][0] for p in group["params"]] for group in optimizer.param_groups]
+    saved = len(unpaged_state["param_groups"])
+    if saved != len(groups) or order_of_groups(unpaged_state, groups) is None:
         raise CheckpointError(
-            f"{stored.path} was saved with {len(unpaged_state['param_groups'])} parameter groups, and the optimizer has "
-            f"{len(optimizer.param_groups)}: make them as they were"
+            f"{stored.path} was saved with {saved} parameter groups, and the optimizer has {len(groups)}, or other parameters "
+            "in one of them: make them as they were, in any order"
         )
 
 

@@ -62,10 +62,10 @@ _UNPAGED_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Training:
-    """What a commit must match of a training. groups: number of parameter groups. buffers: their shapes, by name.
-    counts_steps: whether the optimizer counts the steps of each parameter."""
+    """What a commit must match of a training. groups: the names of each parameter group's parameters. buffers: their shapes,
+    by name. counts_steps: whether the optimizer counts the steps of each parameter."""
 
-    groups: int
+    groups: list[list[str]]
     buffers: Mapping[str, tuple[int, ...]]
     counts_steps: bool
 
@@ -417,9 +417,25 @@ def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, st
 
 
 def _fits(unpaged_state: Mapping[str, Any], training: Training) -> bool:
-    """Whether both have as many parameter groups, and the same buffers."""
+    """Whether both have the same parameter groups, in any order, and the same buffers."""
     buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
-    return len(unpaged_state["param_groups"]) == training.groups and buffers == training.buffers
+    same_groups = len(unpaged_state["param_groups"]) == len(training.groups)
+    return same_groups and order_of_groups(unpaged_state, training.groups) is not None and buffers == training.buffers
+
+
+def order_of_groups(training_state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> list[int] | None:
+    """Where each of these parameter groups, given by the names of its parameters, is among the stored ones; None where some
+    group holds other parameters there. As they are here where an older state doesn't name them."""
+    stored = [{*names} for names in training_state.get("group_names", groups)]
+    left = list(range(len(stored)))
+    order: list[int] = []
+    for names in groups:
+        place = next((place for place in left if stored[place] == {*names}), None)
+        if place is None:
+            return None
+        left.remove(place)
+        order.append(place)
+    return None if left else order
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from infinity.checkpoint.commits import Training, check_unpaged_state
 from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
-from infinity.runtime.hyperparameters import Hyperparameters
+from infinity.runtime.hyperparameters import Hyperparameters, in_order_of
 from infinity.runtime.in_memory import AnyPaging, Updater
 from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.observe import Progress
@@ -40,6 +40,15 @@ class EngineState:
     _updater: Updater
     _progress: Progress
 
+    def __post_init__(self) -> None:
+        self._names = {parameter: names[0] for parameter, names in parameter_names(self._module).items()}
+
+    @property
+    def _group_names(self) -> list[list[str]]:
+        """The names of each parameter group's parameters, whatever is gathered."""
+        groups = self._optimizer.param_groups
+        return [[self._names[p] for p in group["params"] if p in self._names] for group in groups]
+
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """The training state, as it is now."""
         training_state = {
@@ -47,6 +56,7 @@ class EngineState:
             "skipped_steps": self._progress.skipped_steps,
             "client_state": client_state,
             "hyperparameters": self._hyperparameters.told,
+            "group_names": self._group_names,
             "rng": torch.get_rng_state(),
             **self._capture_schedule(),
         }
@@ -56,6 +66,7 @@ class EngineState:
 
     def restore_training(self, training_state: dict[str, Any], *, schedule: bool = True) -> None:
         """Set a training state, that of the learning-rate schedule only where `schedule` says so."""
+        training_state = in_order_of(self._group_names, training_state)
         self._progress.go_on_from(training_state["global_steps"], training_state.get("skipped_steps", 0))
         self._loss_scale.load_state_dict(training_state.get("loss_scale", {}))
         self._loss_scale.show_on(self._optimizer)
@@ -84,7 +95,6 @@ class EngineState:
             **self.capture_training(client_state),
             **self.capture_settings(),
             **self.capture_buffers(),
-            "group_names": [[names[p][0] for p in group["params"] if p in names] for group in groups],
             "steps": {all_names[0]: state[p]["step"] for p, all_names in names.items() if "step" in state.get(p, {})},
         }
 
@@ -110,6 +120,7 @@ class EngineState:
         """
         with_moments = {shard.name for shard in self._paging.paged.shards if shard.stepped}
         check_unpaged_state(unpaged_state, self.training(), with_moments)
+        unpaged_state = in_order_of(self._group_names, unpaged_state)
         for group, saved in zip(self._optimizer.param_groups, unpaged_state["param_groups"], strict=True):
             group.update(saved)
         steps = unpaged_state["steps"]
@@ -122,4 +133,4 @@ class EngineState:
     def training(self) -> Training:
         """What a commit or an arena checkpoint must fit to be gone on from."""
         shapes = {names[0]: tuple(b.shape) for b, names in buffer_names(self._module, persistent=True).items()}
-        return Training(len(self._optimizer.param_groups), shapes, self._updater.counts_steps)
+        return Training(self._group_names, shapes, self._updater.counts_steps)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from infinity.checkpoint.commits import order_of_groups
 from infinity.config.rules import Whose
+from infinity.errors import CheckpointError
 from infinity.swap import HostedOptimizer
 
 log = logging.getLogger("infinity")
@@ -28,6 +30,49 @@ Told = dict[str, Any]
 _PROGRESS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter"})
 """What a schedule counts."""
 _NO_SETTINGS = frozenset({"params", "initial_lr", "foreach"})
+
+
+_OF_GROUPS = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
+"""What a schedule keeps of each parameter group, in their order."""
+
+
+def in_order_of(group_names: Sequence[Sequence[str]], training_state: dict[str, Any]) -> dict[str, Any]:
+    """A stored state with its parameter groups in the order of the optimizer's, which are given by their parameters' names.
+
+    As it is where its groups hold other parameters. Raises CheckpointError for a schedule of which it is not known what it
+    keeps of each group.
+    """
+    order = order_of_groups(training_state, group_names)
+    if order is None or order == sorted(order):
+        return training_state
+    ordered = training_state | {"group_names": [*group_names]}
+    if "param_groups" in training_state:
+        ordered["param_groups"] = [training_state["param_groups"][place] for place in order]
+    ordered["lr_scheduler"] = _schedule_in_order(training_state["lr_scheduler"], order)
+    if told := training_state.get("hyperparameters"):
+        groups = [told["groups"][place] for place in order]
+        ordered["hyperparameters"] = told | {"groups": groups, "schedule": _schedule_in_order(told["schedule"], order)}
+    return ordered
+
+
+def _schedule_in_order(schedule: Any, order: list[int]) -> Any:
+    if not isinstance(schedule, dict):
+        return schedule
+    ordered = {}
+    for name, value in schedule.items():
+        if name == "_schedulers":
+            value = [_schedule_in_order(part, order) for part in value]
+        elif (
+            isinstance(value, (list, tuple)) and len(value) == len(order) and any(other != value[0] for other in value)
+        ):
+            if name not in _OF_GROUPS:
+                raise CheckpointError(
+                    f"the parameter groups come in another order than when this was saved, and {name} of the schedule may "
+                    "follow them or not: make them in the order in which they were"
+                )
+            value = [value[place] for place in order]
+        ordered[name] = value
+    return ordered
 
 
 class Hyperparameters:

@@ -7,7 +7,9 @@ from typing import Any
 
 import durable_training as training
 import pytest
+import torch
 from durable_training import Case, step, weights
+from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 
@@ -62,6 +64,53 @@ def test_the_settings_of_the_run_count_and_what_the_config_has_otherwise_is_name
     assert "schedule's high 0.03 instead of 0.01" in named[0]
     assert 'resume_hyperparameters "config"' in named[0]
     assert "betas" not in named[0] and " lr " not in named[0]
+
+
+@WAYS
+def test_parameter_groups_may_come_in_another_order(
+    way: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    durability = "step" if way == "resume" else "none"
+
+    def made(path: Path, order: int = 1, moved: int = 0, **given: Any) -> infinity.Engine:
+        torch.manual_seed(0)
+        model = training.Model(CASE)
+        parameters = sorted(model.parameters(), key=lambda parameter: -parameter.dim())
+        cut = sum(parameter.dim() > 1 for parameter in parameters) + moved
+        groups = [
+            {"params": parameters[:cut], "lr": 1e-2, "weight_decay": 0.3},
+            {"params": parameters[cut:], "lr": 1e-3, "weight_decay": 0.0},
+        ]
+        config = training.config(path, CASE, durability=durability)
+        del config["scheduler"]
+        schedule = lambda optimizer: LambdaLR(optimizer, lambda step: 0.7**step)  # noqa: E731
+        return infinity.initialize(
+            model=model, config=config, model_parameters=groups[::order], lr_scheduler=schedule, **given
+        )[0]
+
+    with made(nvme_path / "whole") as engine:
+        losses = [step(engine) for _ in range(STEPS + 2)]
+        expected = weights(engine)
+    with made(nvme_path / "turned") as engine:
+        for _ in range(STEPS):
+            step(engine)
+        if way != "resume":
+            engine.save_checkpoint(nvme_path / "checkpoints", format=way)
+    if way == "resume":
+        with pytest.raises(infinity.CheckpointError, match="other parameter groups"):
+            made(nvme_path / "turned", moved=1, resume=True)
+    elif way == "arena":
+        with (
+            made(nvme_path / "other", moved=1) as engine,
+            pytest.raises(infinity.CheckpointError, match="in any order"),
+        ):
+            engine.load_checkpoint(nvme_path / "checkpoints")
+    with made(nvme_path / "turned", order=-1, resume=way == "resume") as engine:
+        if way != "resume":
+            engine.load_checkpoint(nvme_path / "checkpoints")
+        assert [step(engine), step(engine)] == losses[STEPS:]
+        assert all(value.equal(expected[name]) for name, value in weights(engine).items())
+    assert not [each for each in caplog.records if "hyper-parameters" in each.getMessage()]
 
 
 @WAYS
