@@ -6,6 +6,10 @@ Every block that glibc maps for a buffer is cleared page by page when it is firs
 So they come from here and return when the last tensor over them is gone. Nobody has to give one back, and an exception, at
 whatever line, can't lend one twice: what it interrupts is garbage.
 
+gloo's own thread lets go of its tensors some time after the collective has returned: milliseconds on an idle machine, more on a
+busy one, and the blocks would be late. So a collective works on tensors over the same memory that are not lent. After one that
+failed its blocks are never lent again, as gloo may still be writing to them.
+
 Over one rank FSDP2 copies what goes into a reduction to what comes out of it. It is given the same tensor for both, and torch's
 copy of a tensor to itself does nothing. Where gradients needn't stay in `.grad`, it is given none at all: see uncopied.py.
 """
@@ -73,6 +77,9 @@ class ReusedBuffers:
         self._idle_bytes_max = idle_bytes_max
         self._idle: dict[int, torch.Tensor] = {}
         """By id. Blocks come back on any thread, at any line: only what the interpreter does in one piece touches this."""
+        self._lent: dict[int, torch.Tensor] = {}
+        """By address; as `_idle`."""
+        self._abandoned: list[tuple[torch.Tensor, ...]] = []
 
     @property
     def idle_bytes(self) -> int:
@@ -91,10 +98,31 @@ class ReusedBuffers:
             block = torch.empty(nbytes, dtype=torch.uint8)
             self.made += 1
         lent = block.numpy()[:nbytes]  # what torch keeps for as long as there is a tensor over it
+        self._lent[block.data_ptr()] = block
         weakref.finalize(lent, self._take_back, block).atexit = False
         return torch.from_numpy(lent).view(dtype)
 
+    def collect(
+        self, collective: Callable[..., Any], *tensors: torch.Tensor, async_op: bool = False, **others: Any
+    ) -> Any:
+        """Have a collective work on what was lent. See [Note: Reused buffers]."""
+        if async_op:
+            return collective(*tensors, async_op=True, **others)
+        try:
+            return collective(*map(self._unlent, tensors), **others)
+        except BaseException:
+            self._abandoned.append(tensors)
+            raise
+
+    def _unlent(self, tensor: torch.Tensor) -> torch.Tensor:
+        block = self._lent.get(tensor.untyped_storage().data_ptr())
+        if block is None:  # not from here
+            return tensor
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return tensor.new_empty(0).set_(block.untyped_storage(), *place)
+
     def _take_back(self, block: torch.Tensor) -> None:
+        self._lent.pop(block.data_ptr(), None)
         if self.idle_bytes + block.nbytes <= self._idle_bytes_max:
             self._idle[id(block)] = block
 
@@ -105,6 +133,10 @@ class _Gather(DefaultAllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._buffers.lend(_numel(size), dtype)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        collective = super().__call__
+        return self._buffers.collect(collective, output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Reduction(DefaultReduceScatter):
@@ -128,6 +160,10 @@ class _Reduction(DefaultReduceScatter):
         buffer = lend() if copies else UncopiedBuffer.make(numel, lend)
         self._goes_in = weakref.ref(buffer)
         return buffer
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        collective = super().__call__
+        return self._buffers.collect(collective, output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def _numel(size: Sequence[int | torch.SymInt]) -> int:

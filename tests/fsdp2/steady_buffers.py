@@ -35,7 +35,7 @@ def train(path: Path) -> tuple[ReusedBuffers, list[int]]:
         (group,) = engine.module[1]._get_fsdp_state()._fsdp_param_groups
         buffers: ReusedBuffers = group._reduce_scatter_comm._buffers
         assert group._all_gather_comm._buffers is buffers
-        for _ in range(8):  # a block that waits for the garbage collector makes another one once
+        for _ in range(8):
             engine.backward(engine(torch.randn(4, 8)).square().mean())
             engine.step()
             made.append(buffers.made)

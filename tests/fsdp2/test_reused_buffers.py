@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from infinity.fsdp2.buffers import ReusedBuffers, reuse_buffers
+from infinity.fsdp2.buffers import ReusedBuffers, _Gather, _Reduction, reuse_buffers
 from infinity.fsdp2.sharding import sharded_groups
 
 IDLE_BYTES_MAX = 4000
@@ -73,6 +75,32 @@ def test_one_rank_reduces_in_place_and_makes_no_buffer_in_a_steady_step(nvme_pat
 
 def test_two_ranks_make_no_buffer_in_a_steady_step(forked_ranks: Any, nvme_path: Path) -> None:
     assert forked_ranks(Path(steady_buffers.__file__), str(nvme_path)).stdout.count("steady") == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [_Gather, _Reduction])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_backend_s_threads_keep_no_block(kind: Any, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = ReusedBuffers(IDLE_BYTES_MAX)
+    comm = _Gather(buffers) if kind is _Gather else _Reduction(buffers, alone=False, copies=True)
+    kept: list[torch.Tensor] = []
+
+    def collective(self: Any, output_tensor: Any, input_tensor: Any, *_: Any, **__: Any) -> None:
+        kept.extend([output_tensor, input_tensor])  # as gloo's thread does, for a while
+        output_tensor.copy_(input_tensor + 1)
+        if fails:
+            raise RuntimeError("a rank is gone")
+
+    monkeypatch.setattr(kind.__base__, "__call__", collective)
+    output, given = (comm.allocate((10,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
+    operation = {} if kind is _Gather else {"op": None}
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        comm(output[2:8], given.fill_(3)[4:], None, **operation)
+    assert output[2:8].tolist() == [4.0] * 6
+    del output, given
+    gc.collect()  # the exception's frames
+    assert buffers.idle_bytes == (0 if fails else 80), "gloo may still write to the blocks of a collective that failed"
+    assert len(kept) == 2
 
 
 @pytest.mark.usefixtures("one_rank")
