@@ -78,7 +78,7 @@ wheels: ## a source distribution, and wheels for every Python here, checked, in 
 	$(PYTHON) tools/build_wheels.py $(ARGS)
 
 test-wheel: setup-test ## a wheel of this checkout (WHEEL=... for another), used where neither compiler nor liburing is
-	$(if $(WHEEL),,rm -rf build/wheel && $(VENV_PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps -w build/wheel .)
+	$(if $(WHEEL),,rm -rf build/wheel && $(VENV_PYTHON) tools/build_wheels.py --here --out build/wheel)
 	$(VENV_PYTHON) tools/test_wheel.py $(or $(WHEEL),build/wheel/*.whl)
 
 release-check: setup-dev ## all that must hold before a release (ARGS="--quick" for a minute or two of it)

@@ -1,11 +1,14 @@
-"""tools/build_wheels.py sees what another CPU may lack, and doesn't pass where it sees nothing."""
+"""tools/build_wheels.py takes what belongs into a wheel, sees what another CPU may lack, and fails if it sees nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
+import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +49,27 @@ def compile_into(tree: Path, name: str, text: str, *, target: str = "") -> None:
     source.write_text(f"#include <immintrin.h>\n{text}\n")
     flags = [f"-m{target}"] if target else []
     subprocess.run(["g++", "-O2", *flags, "-c", str(source), "-o", str(compiled)], check=True)
+
+
+def test_a_wheel_holds_what_the_package_is_and_nothing_else(tmp_path: Path) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (module,) = re.findall(r'^py-modules = \["(\w+)"\]$', project, re.M)
+    names = [*wheels.TYPES, "infinity/__init__.py", f"{module}.py", "infinity_offload-1.dist-info/RECORD"]
+    for more in ([], ["tests/conftest.py"]):
+        with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+            for name in [*names, *more]:
+                archive.writestr(name, "")
+        with pytest.raises(wheels.WheelError, match=r"tests/conftest\.py") if more else contextlib.nullcontext():
+            wheels.check_contents(tmp_path / "a.whl")
+
+
+def test_the_wheel_that_is_tried_is_made_as_those_of_a_release() -> None:
+    """A test of a wheel that is made in another way sees nothing of what fails in `make wheels`."""
+    recipes = [
+        subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for target in ("wheels", "test-wheel")
+    ]
+    assert all("tools/build_wheels.py" in recipe and "pip wheel" not in recipe for recipe in recipes)
 
 
 def test_portable_objects_pass(tmp_path: Path) -> None:

