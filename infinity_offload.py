@@ -25,7 +25,7 @@ def _check_import_name() -> None:
     if origin == PACKAGE / "__init__.py":
         return
     if origin is None:
-        move = "install it anew with pip install --force-reinstall infinity-offload"
+        move = "install infinity again: make setup in its clone, or pip install --force-reinstall with its wheel"
     elif {"site-packages", "dist-packages"} & {*origin.parts}:
         move = "pip uninstall what that is of, or use an environment without it"
     else:

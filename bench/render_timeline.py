@@ -11,10 +11,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from infinity.errors import InfinityError
+from infinity.extras import needs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 COLORS = {
     "read": "tab:blue",
@@ -45,6 +49,8 @@ def rows_of(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 def draw(rows: dict[str, list[dict[str, Any]]], file: Path, *, start: float, end: float) -> None:
     """Write the figure to `file`, whose suffix says in which format: seconds `start` to `end` of the trace."""
+    with needs("plot"):
+        from matplotlib.figure import Figure
     shown = [name for name in rows if name != "step"]
     # The drives' rows stand apart from those of the training thread.
     places = {name: place + (0 if name.startswith("drive") else 0.4) for place, name in enumerate(shown)}
@@ -125,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         if not asked.start < end:
             raise ValueError(f"nothing of {asked.trace} lies from {asked.start:g} s to {end:g} s")
         draw(rows, asked.picture, start=asked.start, end=end)
-    except (OSError, ValueError) as error:
+    except (InfinityError, OSError, ValueError) as error:
         print(f"render_timeline: {error}", file=sys.stderr)
         return 1
     for name, seconds in busy_by_row(rows).items():

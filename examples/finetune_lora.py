@@ -5,7 +5,7 @@ python examples/finetune_lora.py --params 1B                one with random weig
 python examples/finetune_lora.py --model DIR --in-memory    the same training, all in memory: the same losses
 torchrun --nproc-per-node 2 examples/finetune_lora.py --model DIR      sharded over two ranks
 
-Needs transformers and peft: pip install 'infinity-offload[transformers,peft]'.
+Needs transformers and peft, and says how to install what is missing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from made_model import VOCABULARY, add_model_arguments, check_model, made_model  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import infinity  # noqa: E402
+from infinity.extras import needs  # noqa: E402
 from infinity.units import format_bytes, format_count  # noqa: E402
 
-IMPORTED = time.time()
 TEXT_BYTES_MAX = 4 << 20
 
 
@@ -100,12 +98,17 @@ def load_tokens(asked: argparse.Namespace, folder: Path) -> torch.Tensor:
         text = b"".join(path.read_bytes() for path in sources)[:TEXT_BYTES_MAX]
     if asked.model is None:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % VOCABULARY
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"])
 
 
 def make_engine(asked: argparse.Namespace, folder: Path) -> infinity.Engine:
     """The model with adapters, built without memory; its weights stay in `folder`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     with infinity.init_empty():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -167,7 +170,6 @@ def train(
         "trained_parameters": trained,
         "losses": losses,
         "step_seconds": seconds,
-        "import_seconds": IMPORTED - STARTED,
         "first_step_seconds": first_step_seconds,
         "step_read_bytes": [after[0] - before[0] for before, after in itertools.pairwise(moved)],
         "read_bytes_per_frozen_param": read * dist.get_world_size() / frozen / (asked.steps - first),
@@ -197,6 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
+        with needs("transformers", "peft"):
+            import peft  # noqa: F401
+            import transformers  # noqa: F401
         with model_folder(asked) as (folder, make_seconds):
             tokens = load_tokens(asked, folder)
             with make_engine(asked, folder) as engine:

@@ -4,7 +4,7 @@ python examples/generate.py --model DIR --prompt "Once upon"     a model of Hugg
 python examples/generate.py --params 1B                          one with random weights, made on the spot and removed
 python examples/generate.py --model DIR --pinned-bytes-max 2GiB  in a fixed amount of pinned memory
 
-Needs transformers: pip install 'infinity-offload[transformers]'.
+Needs transformers, and says how to install it if it is missing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.live import Live  # noqa: E402
 
 import infinity  # noqa: E402
+from infinity.extras import needs  # noqa: E402
 from infinity.runtime.inference import counting, empty_model  # noqa: E402
 from infinity.units import format_bytes  # noqa: E402
 
@@ -145,6 +146,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
+        with needs("transformers"):
+            import transformers  # noqa: F401
         given = contextlib.nullcontext((asked.model, 0.0))
         with given if asked.model is not None else made_model(asked, console.print) as (folder, _):
             figures = run(asked, folder, console)

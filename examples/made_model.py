@@ -15,12 +15,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
 
 from infinity.units import format_count, parse_count
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 VOCABULARY = 256
 FILE_BYTES_MAX = 512 << 20
@@ -62,6 +65,8 @@ def made_model(asked: argparse.Namespace, tell: Callable[[str], None]) -> Iterat
 
 def config_for(numel: int) -> LlamaConfig:
     """The shape nearest to `numel` parameters among those about as wide as 128 times their depth."""
+    from transformers import LlamaConfig
+
     shapes = [(layers, 256 * k) for layers in range(2, 81) for k in range(1, 33)]
 
     def distance(shape: tuple[int, int]) -> float:

@@ -44,6 +44,7 @@ FLOORS: dict[str, int] = {
     "_aio": 1,  # the compiled half of aio
     "_optim": 1,  # the compiled half of optim
     "errors": 0,
+    "extras": 0,
     "kernel_files": 0,
     "torch_versions": 0,
     "units": 0,

@@ -38,7 +38,8 @@ for name in frameworks:
     try:
         importlib.import_module(f"infinity.integrations.{name}")
     except ImportError as error:
-        assert f"infinity-offload[{name}]" in str(error), error
+        assert f"this needs {name} (" in str(error) and "pip install '" + name in str(error), error
+        assert isinstance(error, infinity.InfinityError)
     else:
         raise AssertionError(name)
 """

@@ -12,10 +12,11 @@ import json
 import time
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from infinity.extras import needs
 
 
 class Model(nn.Module):
@@ -74,6 +75,8 @@ def main() -> None:
     parser.add_argument("--pipeline", action="store_true", help="read and write optimizer state while stepping")
     parser.add_argument("--json", type=Path, help="write losses and seconds per step there")
     arguments = parser.parse_args()
+    with needs("deepspeed"):
+        import deepspeed
 
     if arguments.io == "infinity":
         from infinity.integrations.deepspeed import install

@@ -12,14 +12,37 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from infinity.integrations.lightning import InfinityStrategy
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-path", type=Path, default=Path(".nvme"))
+    parser.add_argument("--output", type=Path, default=Path("lightning-output"))
+    parser.add_argument("--strategy", default="", help="a registered name instead of InfinityStrategy(...) on NVMe")
+    parser.add_argument("--plain", action="store_true", help="Lightning's own strategy, in memory")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of the first epoch")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of the gradient, at most; 0 for no bound")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--json", type=Path, help="write the losses there")
+    return parser.parse_args()
+
+
+options = parse_arguments()  # first, so that --help needs no Lightning
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from infinity.extras import needs  # noqa: E402
+
+with needs("lightning"):
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+from infinity.integrations.lightning import InfinityStrategy  # noqa: E402
 
 
 class Net(LightningModule):
@@ -65,20 +88,6 @@ def loader(seed: int) -> DataLoader[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, default=Path(".nvme"))
-    parser.add_argument("--output", type=Path, default=Path("lightning-output"))
-    parser.add_argument("--strategy", default="", help="a registered name instead of InfinityStrategy(...) on NVMe")
-    parser.add_argument("--plain", action="store_true", help="Lightning's own strategy, in memory")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of the first epoch")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--clip", type=float, default=1.0, help="norm of the gradient, at most; 0 for no bound")
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--json", type=Path, help="write the losses there")
-    options = parser.parse_args()
-
     strategy: Any = options.strategy or "ddp"
     if not options.plain and not options.strategy:
         options.nvme_path.mkdir(parents=True, exist_ok=True)

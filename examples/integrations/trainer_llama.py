@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
+from infinity.extras import needs
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
@@ -33,7 +32,9 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
     set_seed(0)
     config = LlamaConfig(
         vocab_size=200,
@@ -79,6 +80,10 @@ def main() -> None:
     parser.add_argument("--evaluate-first", action="store_true")
     parser.add_argument("--json", type=Path, help="write the losses there")
     options = parser.parse_args()
+    with needs("transformers"):
+        from transformers import Trainer, TrainingArguments
+
+    from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
 
     settings: dict[str, Any] = {
         "output_dir": str(options.output),

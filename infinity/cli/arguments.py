@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from infinity.errors import ConfigError
+from infinity.extras import how_to_install
 from infinity.schedule.scheme import (
     MOMENT_BYTES_OF,
     MasterWeights,
@@ -81,7 +82,7 @@ def check_plot(file: Path | None) -> None:
         if file.suffix not in PLOT_SUFFIXES:
             raise ConfigError(f"--plot {file}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
         if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: install infinity-offload[plot], or leave --plot out")
+            raise ConfigError(f"--plot needs matplotlib: {how_to_install('plot')}, or leave --plot out")
     check_file(file)
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-try:
+from infinity.extras import needs
+
+with needs("deepspeed"):
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-except ModuleNotFoundError as error:
-    raise ImportError(f"this needs DeepSpeed ({error}): pip install 'infinity-offload[deepspeed]'") from error
 
 from infinity.integrations.aio_handle import AioHandle
 

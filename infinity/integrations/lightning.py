@@ -22,7 +22,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-try:
+from infinity.extras import needs
+
+with needs("lightning"):
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
     from lightning.pytorch.plugins.precision import Precision
@@ -30,8 +32,6 @@ try:
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-except ModuleNotFoundError as error:
-    raise ImportError(f"this needs Lightning ({error}): pip install 'infinity-offload[lightning]'") from error
 
 from infinity.errors import CheckpointError, ConfigError
 from infinity.fsdp2.first_values import init_empty

@@ -17,10 +17,10 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-try:
+from infinity.extras import needs
+
+with needs("transformers"):
     from transformers import Trainer, TrainingArguments
-except ModuleNotFoundError as error:
-    raise ImportError(f"this needs transformers ({error}): pip install 'infinity-offload[transformers]'") from error
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, InfinityError
+from infinity.extras import needs
 from infinity.fsdp2.first_values import init_empty
 from infinity.fsdp2.gathered import remember_sharded
 from infinity.ranks.all_ranks import raise_on_all_ranks
@@ -173,7 +174,8 @@ def generate(
 
     Returns the new text, of several a list. Raises as `init_inference`; ImportError without transformers.
     """
-    from transformers import AutoTokenizer
+    with needs("transformers"):
+        from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token is None:
@@ -196,7 +198,8 @@ def generate(
 
 def empty_model(folder: str | os.PathLike[str]) -> nn.Module:
     """The causal language model that the folder's config.json describes, without memory for its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    with needs("transformers"):
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     with init_empty():
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
