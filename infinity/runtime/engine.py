@@ -103,7 +103,7 @@ class Engine(Passes):
         self.flops_profile: FlopsProfile | None = None
         if config.flops_profiler.enabled and dist.get_rank() == 0:
             self.flops_profile = FlopsProfile(module, config.flops_profiler, config.batch, self.shard_numel)
-        self._progress = Progress(config.batch.accumulation)
+        self._progress = Progress(config.batch.accumulation, keeps_losses=config.steps_per_print > 0)
         self._loss_scale = make_loss_scale(config.fp16)
         self._loss_scale.show_on(optimizer)
         self._grad_norm: Scalar | None = None
@@ -199,14 +199,17 @@ class Engine(Passes):
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
-            log.info("step %d%s, lr %s, %.3f s", self.global_steps, skipped, self.get_lr(), self.step_stats.seconds)
+            losses = self._progress.step_losses  # of this rank
+            loss = f", loss {sum(map(float, losses)):.4f}" if losses else ""
+            seconds = self.step_stats.seconds
+            log.info("step %d%s%s, lr %s, %.3f s", self.global_steps, skipped, loss, self.get_lr(), seconds)
         if self.monitor.is_writing:
             self.monitor.write_events(self._events(self.step_stats))
 
     def report_to(self, monitors: Monitors) -> None:
         """For `initialize`: write every step to these from now on, until `close`."""
         self.monitor = monitors
-        self._progress.keeps_losses = monitors.is_writing
+        self._progress.keeps_losses |= monitors.is_writing
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; `step` does so by itself. The step begins anew with its first micro-batch.

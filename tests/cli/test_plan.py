@@ -169,9 +169,14 @@ def test_the_config_that_is_written_loads_and_says_what_was_chosen(
     file = tmp_path / "config.json"
     code = plan(*arguments, "--batch", "2", "--accumulation", "3", "--write-config", str(file), "--nvme-path", "/nvme0")
     if strategy is None:
+        said = capsys.readouterr()
         assert code == 1
-        assert "nothing that infinity can run fits" in capsys.readouterr().out
+        assert "nothing that infinity can run fits" in said.out
+        assert said.err.endswith(f"{file} is not written, as nothing fits\n")
         assert not file.exists()
+        file.touch()
+        plan(*arguments, "--write-config", str(file))
+        assert "the one that is there is older than this plan" in capsys.readouterr().err
         return
     assert code == 0
     assert f"choose: {strategy}" in capsys.readouterr().out

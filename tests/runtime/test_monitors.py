@@ -454,10 +454,10 @@ def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_left(
 # Who asks for none, and other ranks
 
 
-def test_nothing_is_loaded_or_noted_where_no_monitor_is_enabled() -> None:
+def test_nothing_is_loaded_or_noted_where_no_monitor_is_enabled_and_nothing_printed() -> None:
     program = """
 import sys, torch, infinity
-engine, *_ = infinity.initialize(model=torch.nn.Linear(2, 2), config={"wandb": {"enabled": False}})
+engine, *_ = infinity.initialize(model=torch.nn.Linear(2, 2), config={"wandb": {"enabled": False}, "steps_per_print": 0})
 engine.backward(engine(torch.ones(1, 2)).mean())
 assert not engine._progress._losses and not engine.monitor.enabled
 engine.step()

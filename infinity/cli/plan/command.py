@@ -77,6 +77,10 @@ def run(asked: argparse.Namespace) -> int:
     _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)), frozen)
     if chosen is not None:
         _write(asked, chosen)
+    for file in (asked.write_config, asked.timeline) if chosen is None else ():
+        if file is not None:
+            older = "; the one that is there is older than this plan" if file.exists() else ""
+            print(f"infinity-bench plan: {file} is not written, as nothing fits{older}", file=sys.stderr)
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
