@@ -1,13 +1,16 @@
-"""Floor 0. Byte counts in and out of words: "512MiB" to 536870912 and back."""
+"""Floor 0. Bytes, counts and seconds in and out of words: "512MiB" to 536870912 and back."""
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+DAY_SECONDS = 86_400
 
 PAGE_BYTES = 4 * KIB
 """Alignment of every extent, lease and direct transfer (bytes). 512 B is refused by some drives; 4 KiB serves everywhere."""
@@ -50,6 +53,19 @@ def format_count(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.1f}{unit}"
     return f"{int(count)}"
+
+
+def format_seconds(seconds: float, *, digits: int = 3) -> str:
+    """`seconds` with so many significant digits, from 100 of one unit on in the next: "53.3 s", "14.2 min", "39.2 days"."""
+    units = [("min", 60, 100), ("hours", 3600, 6000), ("days", DAY_SECONDS, 2 * DAY_SECONDS)]
+    units += [("years", 365 * DAY_SECONDS, 2 * 365 * DAY_SECONDS)]
+    unit, factor = "s", 1
+    for name, unit_seconds, at_least in units:
+        if seconds >= at_least:
+            unit, factor = name, unit_seconds
+    value = seconds / factor
+    decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(0, decimals)}f} {unit}"
 
 
 def _parse(text: str | int | float, factors: dict[str, int], wanted: str) -> int:

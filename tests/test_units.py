@@ -14,6 +14,7 @@ from infinity.units import (
     align_up,
     format_bytes,
     format_count,
+    format_seconds,
     parse_bytes,
     parse_count,
 )
@@ -114,3 +115,22 @@ def test_counts_are_told_in_thousands_millions_billions() -> None:
         "70.0B",
         "1.0T",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "three", "two"),
+    [
+        (0, "0 s", "0 s"),
+        (0.0161, "0.0161 s", "0.016 s"),
+        (6.0, "6.00 s", "6.0 s"),
+        (99.9, "99.9 s", "100 s"),
+        (100, "1.67 min", "1.7 min"),
+        (14 * 60, "14.0 min", "14 min"),
+        (6000, "1.67 hours", "1.7 hours"),
+        (48 * 3600, "2.00 days", "2.0 days"),
+        (0.048 * 365 * 86_400, "17.5 days", "18 days"),
+        (1234 * 365 * 86_400, "1234 years", "1234 years"),
+    ],
+)
+def test_seconds_beyond_a_hundred_are_minutes_hours_days(seconds: float, three: str, two: str) -> None:
+    assert (format_seconds(seconds), format_seconds(seconds, digits=2)) == (three, two)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infinity.cli.bench import main as infinity_bench
+from infinity.cli.plan.report import RATED_DAYS
+from infinity.units import DAY_SECONDS, format_seconds
 
 MODELS = ("1B", "3B", "8B", "32B", "70B", "405B", "1T")
-RATED_YEARS = 5
-"""For which drives are rated, at one drive write per day."""
 
 
 class Asked(NamedTuple):
@@ -76,13 +76,8 @@ Drives last as long as said where training never stops; they are rated for one d
 writes nothing.
 """
 
-HELPS = {
-    (): "",
-    ("--gradient-memory", "0"): "gradients too",
-    ("--offload-activations", "cpu"): "activations on the host",
-    ("--gradient-memory", "0", "--offload-activations", "cpu"): "gradients too, activations on the host",
-}
-"""What is asked for besides where the model doesn't fit without, in this order; and in words."""
+EASED = {"--gradient-memory 0": "gradients too", "--offload-activations cpu": "activations on the host"}
+"""The arguments that the plan adds by itself where a model doesn't fit without, in words."""
 
 COLUMNS = (
     "model",
@@ -129,10 +124,10 @@ def section(asked: Asked) -> list[str]:
     ]
 
 
-def planned(model: str, asked: Asked, besides: tuple[str, ...]) -> dict[str, Any]:
+def planned(model: str, asked: Asked) -> dict[str, Any]:
     """What the plan says of a model of so many parameters, as JSON."""
     output = io.StringIO()
-    words = ["plan", "--params", model, "--preset", asked.preset, *asked.step, *besides, "--json", "-"]
+    words = ["plan", "--params", model, "--preset", asked.preset, *asked.step, "--json", "-"]
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         infinity_bench(words)
     result: dict[str, Any] = json.loads(output.getvalue())
@@ -140,14 +135,10 @@ def planned(model: str, asked: Asked, besides: tuple[str, ...]) -> dict[str, Any
 
 
 def row(model: str, asked: Asked) -> tuple[str, ...]:
-    """A model's row, with the first of HELPS that makes it fit."""
-    plans = {}
-    for words in HELPS:
-        plans[words] = plan = planned(model, asked, words)
-        if plan["chosen"] is not None:
-            break
-    lora = next(way for way in plans[()]["frozen"] if way["name"].startswith("LoRA"))
-    lora_step = seconds(lora["seconds"]) if lora["fits"] else "–"
+    """A model's row."""
+    plan = planned(model, asked)
+    lora = next(way for way in plan["frozen"] if way["name"].startswith("LoRA"))
+    lora_step = format_seconds(lora["seconds"], digits=2) if lora["fits"] else "–"
     if plan["chosen"] is None:
         return model, "don't fit", *["–"] * 8, lora_step
     chosen = next(way for way in plan["strategies"] if way["name"] == plan["chosen"])
@@ -156,31 +147,21 @@ def row(model: str, asked: Asked) -> tuple[str, ...]:
     daily = chosen["drive_writes_per_day"]
     return (
         model,
-        ", ".join(filter(None, (plan["chosen"].partition(", ")[2] or "on the GPUs", HELPS[words]))),
+        ", ".join([plan["chosen"].partition(", ")[2] or "on the GPUs", *(EASED[added] for added in plan["eased"])]),
         *(gigabytes(nbytes) for nbytes in memory),
-        seconds(chosen["step_seconds"]),
+        format_seconds(chosen["step_seconds"], digits=2),
         f"{chosen['tokens_per_s']:,.0f}".replace(",", " "),
-        seconds(chosen["lower_bound_seconds"]),
+        format_seconds(chosen["lower_bound_seconds"], digits=2),
         gigabytes(moved * plan["machine"]["ranks_per_node"] * plan["machine"]["nodes"]),
-        lasting(RATED_YEARS / daily) if daily else "–",
+        format_seconds(RATED_DAYS * DAY_SECONDS / daily, digits=2) if daily else "–",
         lora_step,
     )
-
-
-def lasting(years: float) -> str:
-    return f"{years:.1f} years" if years >= 1 else f"{years * 365:.0f} days"
 
 
 def gigabytes(nbytes: float) -> str:
     if nbytes >= 1e12:
         return f"{nbytes / 1e12:.1f} TB"
     return f"{nbytes / 1e9:.0f} GB" if nbytes >= 1e9 else "–" if nbytes == 0 else "< 1 GB"
-
-
-def seconds(value: float) -> str:
-    if value >= 120:
-        return f"{value / 60:.0f} min"
-    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 if __name__ == "__main__":

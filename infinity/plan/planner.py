@@ -32,15 +32,13 @@ from infinity.plan.work import Work
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.schedule.spilling import BUFFER_SHARES
 from infinity.schedule.timeline import Interval, total, united
-from infinity.units import format_bytes
+from infinity.units import DAY_SECONDS, format_bytes
 
 USABLE = 0.95
 """The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
 
 AS_FAST = 1.02
 """Steps that are longer by less than this count as equal; no prediction is that exact."""
-
-DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-memory",
         type=size_or_none,
         metavar="BYTES",
-        help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
+        help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all, "
+        "or 0 where nothing fits otherwise)",
     )
     training.add_argument(
         "--offload-activations",
         choices=("none", "cpu", "nvme"),
-        default="none",
-        help="where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU)",
+        help="where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU; cpu "
+        "where nothing fits otherwise)",
     )
     training.add_argument(
         "--activation-buffer",
@@ -140,7 +141,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     """The figures have the names of attributes of Machine, and their units."""
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--preset", metavar="NAME", help='a machine that is known here; "list" names them')
+    machine.add_argument(
+        "--preset", metavar="NAME", help='a known machine, or a GPU such as "RTX 3090"; "list" names them'
+    )
     machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
     machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
     machine.add_argument("--gpus", type=count, dest="ranks_per_node", metavar="N", help="GPUs of a node, or processes")

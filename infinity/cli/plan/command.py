@@ -17,7 +17,8 @@ from infinity.cli.plan.arguments import add_arguments
 from infinity.errors import ConfigError, InfinityError
 
 if TYPE_CHECKING:
-    from infinity.plan.frozen import FrozenPlan
+    from infinity.cli.plan.answer import Answer
+    from infinity.cli.plan.remedies import Easing
     from infinity.plan.lower_bound import DriveSpeed
     from infinity.plan.machine import Machine
     from infinity.plan.planner import Plan
@@ -31,7 +32,8 @@ model by --params, by --layers and --hidden, or by --hf-config; the machine by -
 which also change those of a preset. Rates are in GB/s and TFLOP/s, sizes like "80GB"."""
 
 _EPILOG = """\
-exit code: 0 if something that infinity can run fits; 1 if nothing does, with the reasons; 2 for wrong usage.
+exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if full training does not and --write-config or
+--timeline asked for its files; 2 for wrong usage.
 docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 
@@ -49,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Plan what was asked for: 0 where something fits, 1 where nothing does, 2 where it can't be planned as asked."""
+    """Plan what was asked for: 0 where something fits and every file was written, 1 where not, 2 for what can't be planned."""
     if asked.preset == "list":
         return _list_presets()
     try:
@@ -59,44 +61,45 @@ def run(asked: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
+    from infinity.cli.plan.answer import answer
     from infinity.cli.plan.model import base_bits
-    from infinity.cli.plan.remedies import Case, remedies
-    from infinity.plan.frozen import frozen_plans
-    from infinity.plan.planner import fastest_that_fits, plans_for
+    from infinity.cli.plan.remedies import Case
 
-    plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
-    chosen = fastest_that_fits(plans)
-    frozen = frozen_plans(
-        work,
-        machine,
-        lora_rank=asked.lora,
-        base_bits=base_bits(asked),
-        pinned_bytes=asked.pinned,
-        cache_bytes=asked.cache,
-    )
-    _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)), frozen)
-    if chosen is not None:
-        _write(asked, chosen)
-    for file in (asked.write_config, asked.timeline) if chosen is None else ():
-        if file is not None:
-            older = "; the one that is there is older than this plan" if file.exists() else ""
-            print(f"infinity-bench plan: {file} is not written, as nothing fits{older}", file=sys.stderr)
+    case = Case(work, machine, asked.pinned, asked.cache, _easings(asked, machine))
+    told = answer(case, lora_rank=asked.lora, base_bits=base_bits(asked))
+    _tell(asked, told)
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
-        draw(work, machine, asked.plot, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
-    return 0 if chosen is not None else 1
+        draw(told.plans[0].work, machine, asked.plot, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
+    if told.chosen is not None:
+        _write(asked, told.chosen)
+        return 0
+    unwritten = [str(file) for file in (asked.write_config, asked.timeline) if file is not None]
+    if unwritten:
+        print(
+            f"infinity-bench plan: full training does not fit: nothing written to {', '.join(unwritten)}",
+            file=sys.stderr,
+        )
+    return 0 if told.something_fits and not unwritten else 1
 
 
-def _tell(
-    asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None, remedies: list[str], frozen: list[FrozenPlan]
-) -> None:
+def _easings(asked: argparse.Namespace, machine: Machine) -> tuple[Easing, ...]:
+    """Those that nobody decided on. [Note: Easings]"""
+    gradients = ("--gradient-memory 0",) if asked.gradient_memory is None else ()
+    activations = (
+        ("--offload-activations cpu",) if asked.offload_activations is None and not machine.device_is_host else ()
+    )
+    return tuple(dict.fromkeys([(), gradients, activations, gradients + activations]))
+
+
+def _tell(asked: argparse.Namespace, told: Answer) -> None:
     from infinity.cli.plan.report import as_json, print_report
 
     if asked.json != "-":
-        print_report(plans, chosen, remedies, frozen, asked.lora)
+        print_report(told)
     if asked.json is not None:
-        write_json(as_json(plans, chosen, remedies, _nvme_path(asked), frozen, asked.lora), asked.json)
+        write_json(as_json(told, _nvme_path(asked)), asked.json)
 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
@@ -135,7 +138,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         ),
         muon=asked.optimizer == "Muon",
         gradient_bytes_max=asked.gradient_memory,
-        activations=asked.offload_activations,
+        activations=asked.offload_activations or "none",
         activation_buffer_bytes_max=asked.activation_buffer,
         durable=asked.durability == "step",
         unasked=asked.update == "auto",
@@ -184,13 +187,13 @@ def _check(asked: argparse.Namespace) -> None:
 
 def _base(asked: argparse.Namespace) -> Machine:
     """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
-    from infinity.cli.plan.machines import PRESETS
+    from infinity.cli.plan.machines import PRESETS, preset_of
     from infinity.plan.machine import Machine
 
     if asked.preset is not None:
-        if asked.preset not in PRESETS:
+        if (preset := preset_of(asked.preset)) is None:
             raise ConfigError(f"--preset {asked.preset}: there is no such preset, but {', '.join(PRESETS)}")
-        return PRESETS[asked.preset]
+        return preset
     needed = {"--tflops": "flops_per_s", "--host-memory": "host_bytes", "--host-bandwidth": "host_bytes_per_s"}
     if not asked.cpu:
         needed |= {

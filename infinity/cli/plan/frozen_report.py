@@ -13,7 +13,7 @@ from rich.table import Table
 
 from infinity.plan.frozen import IN_TURNS, START_SECONDS, FrozenPlan
 from infinity.plan.machine import Machine
-from infinity.units import format_bytes, format_count
+from infinity.units import format_bytes, format_count, format_seconds
 
 TITLE = "On frozen weights in their files"
 
@@ -40,34 +40,37 @@ def _table(plans: Sequence[FrozenPlan], machine: Machine) -> Table:
     for name in ("work", "fits", "per"):
         table.add_column(name, no_wrap=True)
     tiers = [(tier, title) for tier, title in _TIERS[:2] if tier == "host" or not machine.device_is_host]
-    titles = [f"{title} / rank" for _, title in tiers]
-    for name in (*titles, "start", "read", "writes", "time", "tokens/s"):
+    for name in (*(title for _, title in tiers), "start", "read", "writes", "time", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for plan in plans:
         table.add_row(
             plan.name,
             "[green]yes[/]" if plan.fits else "[yellow]no[/]",
-            "token" if plan.per == "round" and plan.tokens == 1 else plan.per,
+            unit_of(plan),
             *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier, _ in tiers),
             _seconds(plan.start_seconds),
             format_bytes(plan.read_bytes * machine.ranks),
             "none",
             _seconds(plan.seconds),
-            _tokens_per_s(plan),
+            "" if math.isinf(plan.seconds) else tokens_per_s(plan.tokens_per_s),
             "" if math.isinf(plan.seconds) else _LIMITS.get(plan.limit, plan.limit),
         )
     return table
 
 
 def _seconds(seconds: float) -> str:
-    return "" if math.isinf(seconds) else f"{seconds:.3g} s"
+    return "" if math.isinf(seconds) else format_seconds(seconds)
 
 
-def _tokens_per_s(plan: FrozenPlan) -> str:
-    if math.isinf(plan.seconds):
-        return ""
-    return f"{plan.tokens_per_s:.3g}" if plan.tokens_per_s < 1e4 else format_count(plan.tokens_per_s)
+def unit_of(plan: FrozenPlan) -> str:
+    """What its seconds and bytes are of; a round of one sequence makes one token."""
+    return "token" if plan.per == "round" and plan.tokens == 1 else plan.per
+
+
+def tokens_per_s(rate: float) -> str:
+    """Such as "154" or "12.3k"."""
+    return f"{rate:.3g}" if rate < 1000 else format_count(rate)
 
 
 def _words(plans: Sequence[FrozenPlan], lora_rank: int) -> list[str]:

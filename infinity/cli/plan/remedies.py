@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
@@ -32,19 +32,37 @@ GB = 10**9
 PAIRS_MAX = 3
 """Named where no single change is enough."""
 
+EASINGS: dict[str, dict[str, Any]] = {
+    "--gradient-memory 0": {"gradient_bytes_max": 0},
+    "--offload-activations cpu": {"activations": "cpu"},
+}
+"""Arguments, and what they change of the work. [Note: Easings] in answer.py"""
+
+Easing = tuple[str, ...]
+"""Some of the arguments of EASINGS."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of `planner.plans_for`."""
+    """The arguments of `planner.plans_for`, and in `easings` which arguments may be added where it doesn't fit: none of them
+    first, then in the order in which they are tried."""
 
     work: Work
     machine: Machine
     pinned_bytes: int | None
     cache_bytes: int | None
+    easings: tuple[Easing, ...] = ((),)
+
+    def eased(self, easing: Easing) -> Work:
+        """The work with the arguments of `easing`, but for what it has been given already."""
+        changes = {name: value for argument in easing for name, value in EASINGS[argument].items()}
+        left_open = {name: value for name, value in changes.items() if getattr(self.work, name) in (None, "none")}
+        return replace(self.work, **left_open)
 
     def fits(self) -> bool:
-        """Whether any strategy that infinity can run fits."""
-        return some_strategy_fits(self.work, self.machine, pinned_bytes=self.pinned_bytes, cache_bytes=self.cache_bytes)
+        """Whether any strategy that infinity can run fits, with any of the easings."""
+        sizes = {"pinned_bytes": self.pinned_bytes, "cache_bytes": self.cache_bytes}
+        return any(some_strategy_fits(self.eased(easing), self.machine, **sizes) for easing in reversed(self.easings))
 
 
 class _Step(NamedTuple):
@@ -86,7 +104,7 @@ def _pair_that_fits(case: Case, one: _Ladder, other: _Ladder) -> str | None:
 
 def _of_training(case: Case) -> Iterator[_Ladder]:
     work = case.work
-    if work.gradient_bytes_max != 0:
+    if work.gradient_bytes_max:
         yield [_work("--gradient-memory 0", gradient_bytes_max=0)]
     if case.cache_bytes:
         yield [_Step("--cache 0", lambda case: replace(case, cache_bytes=0))]
@@ -98,7 +116,8 @@ def _of_training(case: Case) -> Iterator[_Ladder]:
         yield [_work("--durability none", durable=False)]
     if not work.checkpointing:
         yield [_work("no --no-checkpointing", checkpointing=True)]
-    if work.activations == "none" and not case.machine.device_is_host:
+    open_to_easing = any("--offload-activations cpu" in easing for easing in case.easings)
+    if work.activations == "none" and not open_to_easing and not case.machine.device_is_host:
         yield [_work("--offload-activations cpu", activations="cpu")]
     if work.activations != "nvme" and not work.durable:
         yield [_work("--offload-activations nvme", activations="nvme")]

@@ -10,43 +10,46 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen
+from infinity.cli.plan.answer import Answer
+from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen, tokens_per_s, unit_of
 from infinity.cli.plan.training_config import config_for
-from infinity.plan.frozen import FrozenPlan
 from infinity.plan.machine import Machine
 from infinity.plan.planner import Plan
 from infinity.plan.transformer import Transformer
 from infinity.plan.work import Work
-from infinity.units import format_bytes, format_count
+from infinity.units import DAY_SECONDS, format_bytes, format_count, format_seconds
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
 
+_WIDTH = 1000
+"""Characters that a table may take, whatever the terminal: a column that is cut short says nothing."""
+
+RATED_DAYS = 5 * 365
+"""For which drives are rated, at one drive write per day (DWPD)."""
+
 _TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
-
-_WIDTH = 132
-"""Characters of the tables at least, whatever the terminal: a column that is cut short says nothing."""
-
 
 # --- For people ---
 
 
-def print_report(
-    plans: list[Plan], chosen: Plan | None, remedies: list[str], frozen: list[FrozenPlan], lora_rank: int
-) -> None:
-    """Everything, on standard output. `remedies`: what would make one fit, where none does. `frozen`: of work on files, with
-    adapters of `lora_rank`."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, _WIDTH)
-    first = plans[0]
+def print_report(told: Answer) -> None:
+    """Everything, on standard output, the verdicts first."""
+    console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
+    plans, chosen, first = told.plans, told.chosen, told.plans[0]
     console.print(_about(first))
+    console.print()
+    for line in verdicts(told):
+        console.print(line)
+    console.print()
     console.print(_table(plans, chosen))
+    console.print("GPU, host and NVMe are memory of one rank; read and written are of all ranks in a step.")
     for plan in plans:
         for reason in plan.reasons:
             console.print(f"{plan.strategy.name}: [yellow]does not fit[/], {escape(reason)}")
     if not all(plan.strategy.runs for plan in plans):
         console.print("not yet: infinity can't update in host memory what rests on a GPU; planned for comparison")
-    print_frozen(console, frozen, first.machine, lora_rank)
+    print_frozen(console, told.frozen, first.machine, told.lora_rank)
     shown = chosen or plans[-1]
     console.print()
     console.print(_memory_table(shown))
@@ -56,12 +59,30 @@ def print_report(
         console.print(
             "name the classes of those parts in infinity.wrap of the config, as many as make the groups planned"
         )
-    if chosen is None:
-        console.print("[bold red]nothing that infinity can run fits this machine[/]")
-        next_move = "a smaller model, or another machine: no two changes of the arguments are enough"
-        console.print(f"next, tried and enough: {'; or '.join(remedies)}" if remedies else f"next: {next_move}")
+
+
+def verdicts(told: Answer) -> list[str]:
+    """What fits and what doesn't, a line each; and where full training doesn't, what would make it fit."""
+    lines = []
+    eased = f" with {' '.join(told.eased)}, which changes no number" if told.eased else ""
+    if (chosen := told.chosen) is not None:
+        figures = f"{format_seconds(chosen.step_seconds)} a step, {tokens_per_s(chosen.tokens_per_s)} tokens/s"
+        lines.append(f"full training: [bold green]fits as {chosen.strategy.name}[/]{eased}: {figures}")
     else:
-        console.print(f"[bold green]choose: {chosen.strategy.name}[/], the fastest that fits")
+        reasons = "; ".join(told.plans[-1].reasons)
+        lines.append(f"full training: [bold red]does not fit[/]{eased and f', not even{eased}'}: {escape(reasons)}")
+    for plan, name in zip(told.frozen, (f"LoRA of rank {told.lora_rank}", "generation"), strict=True):
+        added = f" with {' '.join(told.frozen_eased)}" if told.frozen_eased and plan is told.frozen[0] else ""
+        if plan.fits:
+            figures = f"{format_seconds(plan.seconds)} a {unit_of(plan)}, {tokens_per_s(plan.tokens_per_s)} tokens/s"
+            lines.append(f"{name}: [bold green]fits on frozen weights in their files[/]{added}: {figures}")
+        else:
+            lines.append(f"{name}: [bold red]does not fit[/]: {escape('; '.join(plan.reasons))}")
+    if chosen is None:
+        enough = f"for full training, tried and enough: {'; or '.join(told.remedies)}"
+        next_move = "for full training a smaller model, or another machine: no two changes of the arguments are enough"
+        lines.append(f"next: {enough if told.remedies else next_move}")
+    return lines
 
 
 def _about(plan: Plan) -> str:
@@ -95,7 +116,7 @@ def _experts_in_words(model: Transformer) -> str:
 def _micro_batches_in_words(work: Work) -> str:
     if work.schedule == "vertical" and work.micro_batches > 1:
         return f"{work.micro_batches} micro-batches at once"
-    return f"{work.micro_batches} micro-batches a step"
+    return "one micro-batch a step" if work.micro_batches == 1 else f"{work.micro_batches} micro-batches a step"
 
 
 def _table(plans: list[Plan], chosen: Plan | None) -> Table:
@@ -103,14 +124,13 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
     table.add_column("strategy", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     tiers = {tier: title for tier, title in _TIERS if tier != "device" or not plans[0].machine.device_is_host}
-    titles = [f"{title} / rank" for title in tiers.values()]
-    for name in (*titles, "read / step", "written", "lower bound", "step", "tokens/s", "DWPD"):
+    for name in (*tiers.values(), "read", "written", "lower bound", "step", "tokens/s", "DWPD"):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:
         table.add_row(
             plan.strategy.name,
             "[green]yes[/]" if plan.fits and plan.strategy.runs else "not yet" if plan.fits else "[yellow]no[/]",
-            *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
+            *(_short(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
             *_cells(plan),
             style="bold" if plan is chosen else "",
         )
@@ -119,17 +139,23 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
 
 def _cells(plan: Plan) -> list[str]:
     if plan.simulated is None:
-        return ["", "", f"{plan.lower_bound_seconds:.3g} s", "", "", ""]
+        return ["", "", format_seconds(plan.lower_bound_seconds), "", "", ""]
     ranks = plan.machine.ranks
     daily = plan.drive_writes_per_day
     return [
-        format_bytes(plan.simulated.read_bytes * ranks),
-        format_bytes(plan.simulated.written_bytes * ranks),
-        f"{plan.lower_bound_seconds:.3g} s",
-        f"{plan.step_seconds:.3g} s",
-        f"{plan.tokens_per_s:.3g}" if plan.tokens_per_s < 1e4 else format_count(plan.tokens_per_s),
+        _short(plan.simulated.read_bytes * ranks),
+        _short(plan.simulated.written_bytes * ranks),
+        format_seconds(plan.lower_bound_seconds),
+        format_seconds(plan.step_seconds),
+        tokens_per_s(plan.tokens_per_s),
         "" if daily is None else f"{daily:.3g}",
     ]
+
+
+def _short(nbytes: int) -> str:
+    """Bytes for a narrow column: three digits, and nothing for none."""
+    number, unit = format_bytes(nbytes).split()
+    return f"{float(number):.{max(0, 4 - len(number.split('.')[0]) - 1)}f} {unit}" if nbytes else ""
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -154,7 +180,8 @@ def words(plan: Plan) -> list[str]:
         lines.append(f"{part}: limited by {_LIMITS.get(resource, resource)}, busy {share:.0%} of its time")
     if plan.simulated is not None and plan.strategy.uses_nvme:
         lines.append(
-            f"waiting for the drive: {plan.simulated.stall_seconds:.3g} s of {plan.step_seconds:.3g} s a step; "
+            f"waiting for the drive: {format_seconds(plan.simulated.stall_seconds)} of "
+            f"{format_seconds(plan.step_seconds)} a step; "
             f"{plan.step_seconds / plan.lower_bound_seconds:.2f} times the lower bound"
         )
     read, written = plan.discarded_bytes
@@ -162,7 +189,7 @@ def words(plan: Plan) -> list[str]:
         more = max(0.0, plan.discarding_seconds() - plan.step_seconds)
         lines.append(
             "updated in the backward, for the step to accept; one that clips or overflows discards it, which costs a rank "
-            f"{format_bytes(read)} more read, {format_bytes(written)} more written and {more:.3g} s"
+            f"{format_bytes(read)} more read, {format_bytes(written)} more written and {format_seconds(more)}"
         )
     elif plan.work.unasked and plan.work.scheme.update == "forward":
         lines.append(
@@ -173,7 +200,8 @@ def words(plan: Plan) -> list[str]:
         lines.append("wear: none, since all that is written anew stays in the host cache")
     elif daily is not None:
         lines.append(
-            f"wear: {daily:.3g} drive writes per day; drives rated for 1 a day over 5 years last {5 / daily:.2g} years"
+            f"wear: {daily:.3g} drive writes per day; drives rated for 1 a day over 5 years last "
+            f"{format_seconds(RATED_DAYS * DAY_SECONDS / daily, digits=2)}"
         )
     return lines
 
@@ -188,15 +216,9 @@ _LIMITS = {
 # --- For programs ---
 
 
-def as_json(
-    plans: list[Plan],
-    chosen: Plan | None,
-    remedies: list[str],
-    nvme_path: str,
-    frozen: list[FrozenPlan],
-    lora_rank: int,
-) -> dict[str, Any]:
+def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
     """The whole result; docs/plan.md lists the keys."""
+    plans, chosen = told.plans, told.chosen
     work, machine = plans[0].work, plans[0].machine
     model = work.model
     return {
@@ -230,10 +252,12 @@ def as_json(
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
-        "remedies": remedies,
+        "eased": list(told.eased),
+        "remedies": told.remedies,
         "strategies": [_plan_as_json(plan) for plan in plans],
-        "lora_rank": lora_rank,
-        "frozen": [frozen_as_json(plan) for plan in frozen],
+        "lora_rank": told.lora_rank,
+        "lora_eased": list(told.frozen_eased),
+        "frozen": [frozen_as_json(plan) for plan in told.frozen],
     }
 
 

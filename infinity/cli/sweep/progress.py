@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from infinity.units import format_seconds
+
 _LINE_SECONDS = 5.0
 
 
@@ -32,15 +34,9 @@ class Progress(Bar):
 
     def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
         """Show what is being done now. May be called often."""
-        left = f"about {_in_words(left_seconds)} left"
+        left = f"about {format_seconds(max(1.0, left_seconds), digits=1)} left"
         total = done_seconds + left_seconds
         self.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
         if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             print(f"{activity}; {left}", file=sys.stderr, flush=True)
-
-
-def _in_words(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min"

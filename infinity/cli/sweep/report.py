@@ -26,9 +26,8 @@ from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import DriveProfile
 from infinity.plan.lower_bound import Part, step_bytes
 from infinity.schedule.scheme import Scheme
-from infinity.units import GIB, KIB, MIB, format_bytes, format_count
+from infinity.units import DAY_SECONDS, GIB, KIB, MIB, format_bytes, format_count, format_seconds
 
-_DAY_SECONDS = 86_400
 _RATED_DAYS = 5 * 365
 """Drives are rated in drive writes per day (DWPD) over five years."""
 
@@ -219,7 +218,7 @@ def print_endurance(swept: Swept, choice: Choice, console: Console, params: list
             format_bytes(_NVME_BYTES_PER_PARAM * count),
             format_bytes(read),
             format_bytes(written),
-            f"{seconds:.3g} s",
+            format_seconds(seconds),
         )
     console.print(table)
     for line in endurance(swept.drive, choice):
@@ -237,7 +236,7 @@ def endurance(drive: Drive, choice: Choice) -> list[str]:
         lines[0] += (
             f" That is {wear['drive_writes_per_day']:.3g} drive writes per day for this drive of "
             f"{format_bytes(drive.nbytes)}; rated for 1 a day over 5 years, it would last "
-            f"{_days(wear['days_at_1_dwpd_for_5_years'])}."
+            f"{format_seconds(DAY_SECONDS * wear['days_at_1_dwpd_for_5_years'], digits=2)}."
         )
     lines[0] += " Where compute takes longer than that, the drive lasts longer in proportion."
     return lines
@@ -246,7 +245,7 @@ def endurance(drive: Drive, choice: Choice) -> list[str]:
 def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
     """Bytes written per day at the measured pace, and what that means for a drive of this size where that is known."""
     read, written = _step_bytes(1)
-    per_day = written / ((read + written) / choice.step_bytes_per_s) * _DAY_SECONDS
+    per_day = written / ((read + written) / choice.step_bytes_per_s) * DAY_SECONDS
     if not drive.nbytes:
         return {"written_bytes_per_day": per_day}
     return {
@@ -411,9 +410,3 @@ def _compared(value: float, other: float) -> str:
     if abs(percent) < 2:
         return "about as much as"
     return f"{abs(percent):.0f} % {'more' if percent > 0 else 'less'} than"
-
-
-def _days(days: float) -> str:
-    if days < 90:
-        return f"{days:.0f} days" if days >= 3 else f"{24 * days:.0f} hours"
-    return f"{days / 365:.1f} years"
