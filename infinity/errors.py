@@ -7,6 +7,12 @@ from collections.abc import Iterator
 
 _LINE_MAX = 400
 
+IN_CHILD = (
+    "this process was forked (a data loader's worker, say) from the one whose pinned memory holds the model, and has none of "
+    "that memory: compute with the model in the parent (num_workers=0), or give the child plain copies of what it needs"
+)
+"""Where a forked child would use pinned memory, or what is read through it."""
+
 
 def in_words(error: BaseException) -> str:
     """What it says, or what it is where it says nothing, as KeyboardInterrupt does."""

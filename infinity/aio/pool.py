@@ -5,13 +5,14 @@ Owns the slab and its free ranges. Used by the training thread only; the I/O thr
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Iterable
 
 import torch
 
 from infinity._aio import PinnedSlab
-from infinity.errors import BudgetError
+from infinity.errors import IN_CHILD, BudgetError, InfinityError
 from infinity.units import align_up, format_bytes
 
 
@@ -110,9 +111,11 @@ class Lease:
             start: first byte inside the lease; a multiple of the element size.
             numel: elements; to the end of the lease where None.
 
-        The view is valid until the lease is given back, which is not checked.
+        The view is valid until the lease is given back, which is not checked. Raises InfinityError in a forked child.
         """
         assert self._held, "a view of a lease that was given back"
+        if os.getpid() != self._pool.pid:
+            raise InfinityError(IN_CHILD)
         count = (self.nbytes - start) // dtype.itemsize if numel is None else numel
         nbytes = count * dtype.itemsize
         assert 0 <= start and start + nbytes <= self.nbytes, "a view beyond its lease"
@@ -136,7 +139,7 @@ class Lender:
     """Lends bytes [start, start + nbytes) of a slab in leases of any sizes. See `PinnedPool` and `PoolPart`."""
 
     def __init__(self, slab_bytes: torch.Tensor, start: int, nbytes: int) -> None:
-        self.bytes = slab_bytes
+        self.bytes, self.pid = slab_bytes, os.getpid()
         self.peak_bytes = 0
         """Most bytes that were on lease at once."""
         self._start = start

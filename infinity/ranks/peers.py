@@ -34,6 +34,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -103,6 +104,7 @@ class Peers:
         self._groups = groups
         self._others = [rank for rank in gathering if rank != dist.get_rank()]
         self._alone = dist.get_world_size() == 1
+        self._pid = os.getpid()
         self._name = f"infinity/peers/{next(_numbers)}"
         self._passes = 0
         self._pass: Callable[[], _Pass | None] = lambda: None
@@ -149,6 +151,11 @@ class Peers:
         on another rank, raises an error of the same kind, which names the rank and quotes it; InfinityError where another rank
         is in another pass.
         """
+        if not self._alone and os.getpid() != self._pid:
+            raise InfinityError(
+                f"{pass_name} in a process that was forked (a data loader's worker, say) from rank {dist.get_rank()}, whose "
+                "connections to the other ranks it would use: compute in that rank itself (num_workers=0)"
+            )
         if self._alone or self._pass() is not None:
             yield
             return

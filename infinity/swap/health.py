@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 
 from infinity.errors import InfinityError, in_words
 
+_CLOSED = "the swap manager of this model is closed, and its parameters are gone with it: save them before close()"
+
 
 class Health(enum.Enum):
     """What the values of a model are, and what may be done with them."""
@@ -33,7 +35,7 @@ class Health(enum.Enum):
     SEALED = "sealed"
     """It is not known which slot of a sub-group a record names. Nothing may be used or written any more."""
     CLOSED = "closed"
-    """The swap manager is closed: the values are gone, and what moved them holds no memory any more."""
+    """The swap manager is closed, or another process's: the values are gone, and what moved them holds no memory any more."""
 
 
 class ModelHealth:
@@ -60,9 +62,9 @@ class ModelHealth:
             self._why, self.state = why, Health.SEALED
             self._on_ill()
 
-    def close(self) -> None:
+    def close(self, why: str = _CLOSED) -> None:
         """From now on there are no values."""
-        self.state = Health.CLOSED
+        self._why, self.state = why, Health.CLOSED
 
     def mend(self) -> None:
         """All values were set anew."""
@@ -136,6 +138,4 @@ class ModelHealth:
     def check_not_closed(self) -> None:
         """Raise InfinityError when there are no values any more."""
         if self.state is Health.CLOSED:
-            raise InfinityError(
-                "the swap manager of this model is closed, and its parameters are gone with it: save them before close()"
-            )
+            raise InfinityError(self._why)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +26,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import PoolPart
-from infinity.errors import InfinityError
+from infinity.errors import IN_CHILD, InfinityError
 from infinity.fsdp2.experts import Expert, routed_experts
 from infinity.fsdp2.guarded import carry_hooks, guard, outside_inference_mode
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
+    forget_gathered,
     gathers_nothing_alone,
     guard_state_dict,
     in_backward,
@@ -120,6 +122,7 @@ class Paging:
         """Whether the last forward was one that a backward may follow."""
         self._in_use = self._broken = False
         """Whether somebody is in here now, or an exception ended what he did."""
+        _pagings.add(self)
 
     def take_over(self, groups: Sequence[ShardedGroup], *, resumes: bool) -> dict[nn.Parameter, nn.Parameter]:
         """Move the values of a sharded model into the arena, unless a run that `resumes` has them there; the paged tensors that
@@ -299,6 +302,15 @@ class Paging:
         self.paged.close()
         self._machinery = self._activation_part = self._activation_stager = None
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, which has no pinned memory: the values are refused in words, and so are parameters that are
+        gathered where they are staged. Another thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
+        self.paged.health.close(IN_CHILD)
+        for group in self.paged.groups:
+            if group.lodges and group.sharded_module is not None:
+                forget_gathered(group.sharded_module)
+
     def recover_if_broken(self) -> None:
         """Before the end: as `recover`, where somebody is in here or an exception ended what he did."""
         if self._in_use or self._broken:
@@ -422,6 +434,17 @@ class Paging:
                 'read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
             )
         return DeviceAhead(self.policy, bytes_max=largest)
+
+
+_pagings: weakref.WeakSet[Paging] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for paging in list(_pagings):
+        paging.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _whole_bytes(paged: PagedModel) -> float:

@@ -172,6 +172,19 @@ def test_a_pass_that_waits_for_ranks_in_another_one_is_ended(store: dist.Store) 
     ours.close()
 
 
+def test_a_forked_child_runs_no_pass_of_its_rank(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Peers([Aborting(store)], range(2))  # type: ignore[list-item]
+    other_rank_enters(ours, store, 1, "a forward of step 0.0")
+    with monkeypatch.context() as child:
+        child.setattr(peers.os, "getpid", lambda: -1)
+        with pytest.raises(infinity.InfinityError, match=r"forked .* from rank 0"), ours.in_pass("a forward", standing):
+            pass
+    assert not ours.parted
+    with ours.in_pass("a forward", standing):
+        pass
+    ours.close()
+
+
 def test_alone_nothing_is_done(one_rank: None) -> None:
     assert dist.group.WORLD is not None
     ours = Peers([dist.group.WORLD], range(1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +155,56 @@ def test_weights_set_between_forward_and_backward_are_set(way: str, nvme_path: P
         swap.page(model, WAYS[way])
         optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2)
         assert train(model, optimizer, lambda number: halve(model, number)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["speculative", "step, some resident"])
+def test_a_forked_child_is_refused_in_words_wherever_it_would_use_the_model(way: str, nvme_path: Path) -> None:
+    """Between steps, after an evaluation, and between a forward and its backward, when the root is gathered."""
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, WAYS[way])
+        swap.tensors.register("plain", torch.ones(8))
+        swap.tensors.prefetch("plain")
+
+        def use_plain() -> None:
+            with swap.tensors.use("plain") as tensor:
+                tensor.sum()
+
+        uses = {
+            "forward": lambda: model(batch(0)),
+            "a group": lambda: model.blocks[1](torch.ones(2, 64)),  # type: ignore[index, operator]
+            "weight": lambda: model.first.weight.sum(),  # type: ignore[union-attr, operator]
+            "state_dict": lambda: model.state_dict()["blocks.1.weight"].sum(),
+            "plain tensor": use_plain,
+        }
+        with torch.no_grad():
+            assert _refused_in_child(uses) == [*uses]
+            model(batch(0))
+            assert _refused_in_child(uses) == [*uses]
+        loss = model(batch(0)).float().square().mean()
+        assert _refused_in_child(uses) == [*uses]
+        loss.backward()
+
+
+def _refused_in_child(uses: dict[str, Callable[[], object]]) -> list[str]:
+    """Those of `uses` that are refused in a child that is forked now, as it is one."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        refused = []
+        for name, use in uses.items():
+            try:
+                use()
+            except Exception as error:
+                refused += [name] if "forked" in str(error) else []
+                traceback.print_exc()
+        os.write(writes, ",".join(refused).encode())
+        os._exit(0)
+    os.close(writes)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with os.fdopen(reads) as file:
+        return file.read().split(",")
 
 
 def test_the_pool_goes_while_the_model_lives_on(nvme_path: Path) -> None:
