@@ -100,7 +100,7 @@ class ReusedBuffers:
         lent = block.numpy()[:nbytes]  # what torch keeps for as long as there is a tensor over it
         self._lent[block.data_ptr()] = block
         weakref.finalize(lent, self._take_back, block).atexit = False
-        return torch.from_numpy(lent).view(dtype)
+        return torch.from_numpy(lent).view(dtype) if numel else torch.empty(0, dtype=dtype)
 
     def collect(
         self, collective: Callable[..., Any], *tensors: torch.Tensor, async_op: bool = False, **others: Any

@@ -74,7 +74,7 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model, where)
     for parameter, names in parameter_names(model).items():
-        if parameter.requires_grad or is_copy(names[0]):
+        if parameter.requires_grad or not parameter.numel() or is_copy(names[0]):
             continue
         stored = _stored(found_as(names), where)
         if stored is None or (isinstance(stored, StoredTensor) and stored.dtype not in FOREIGN_DTYPES):
@@ -219,6 +219,8 @@ def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A parameter's data, whole, as an ordinary tensor of its own; a collective when it is sharded over several ranks."""
     if not isinstance(data, DTensor):
         return data.to(dtype).clone()
+    if not data.numel():  # FSDP2 gives a shard no rows then, from which torch can't gather them
+        return torch.empty(data.shape, dtype=dtype, device=data.device)
     with raise_on_all_ranks():  # reads the drive: a rank that fails must not leave the others waiting to gather
         local = data._local_tensor.to(dtype).clone()
     gathered: torch.Tensor = DTensor.from_local(

@@ -1,4 +1,5 @@
-"""Floor 7. Parameters without dimensions, such as CLIP's logit_scale: what shards tensors by rows finds no row in them.
+"""Floor 7. Parameters without dimensions, such as CLIP's logit_scale: what shards tensors by rows finds no row in them. And
+parameters without elements, which are frozen: no update changes them, and FSDP2 can't reduce a gradient of theirs.
 
 [Note: A row for what has none]
 Such a parameter is held as one of shape (1,), before anything is sharded, and is from then on like any other: sharded, paged,
@@ -24,7 +25,10 @@ _MARK = "_infinity_scalars"
 
 
 def hold_as_rows(model: nn.Module) -> None:
-    """Put a parameter of shape (1,) in the place of each that has no dimension. See the note of this file."""
+    """Put a parameter of shape (1,) in the place of each that has no dimension, and freeze those without elements. See the
+    note of this file."""
+    for p in model.parameters():
+        p.requires_grad_(p.requires_grad and p.numel() > 0)
     rows: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         scalars = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 0}

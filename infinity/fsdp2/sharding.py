@@ -154,6 +154,11 @@ class ShardedParameter:
         return self.sharded._local_tensor
 
     @property
+    def shape(self) -> torch.Size:
+        """Of this rank's shard. (FSDP2 gives one without elements no rows, and finds it padded then, whatever it is.)"""
+        return self.local.shape if self.sharded.numel() else self.padded_shape
+
+    @property
     def padded_shape(self) -> torch.Size:
         """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
         return padded_shape(self.sharded.shape, self.sharded.device_mesh.size(-1))
@@ -372,6 +377,11 @@ def _checked(name: str, parameter: nn.Parameter) -> DTensor:
     if data.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
             f"parameter {name} is placed {data.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
+        )
+    if parameter.requires_grad and not data.numel():
+        raise ConfigError(
+            f"parameter {name} has no elements, and FSDP2 can't reduce its gradient: freeze it (requires_grad_(False)), as no "
+            "update changes it"
         )
     if data.dtype != torch.float32:
         raise ConfigError(

@@ -248,7 +248,7 @@ class SwapManager:
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
-                shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
+                shapes=[(p.shape, p.padded_shape) for group in groups for p in group.parameters],
                 shard_rank=outline.rank,
                 compute_dtype=dtype,
                 options=options,

@@ -289,7 +289,7 @@ class PagedModel:
                     shard.resident = residents[at : at + spec.numel]
                     at += spec.numel
                     resident_sub_groups |= {sub.layout.index: sub for sub in shard.sub_groups}
-            group.resident = residents[first:at] if at > first else None
+            group.resident = residents[first:at] if group.resident_delivery.count else None
             group.resident_sub_groups = list(resident_sub_groups.values())
         return shards
 

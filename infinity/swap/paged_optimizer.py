@@ -77,7 +77,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = trained_shard(parameter)
-                if self._paging.options.update == "backward" or self._paging.waiting_gradients.takes(shard.group):
+                taken = self._paging.options.update == "backward" or self._paging.waiting_gradients.takes(shard.group)
+                if taken and parameter.requires_grad:
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
                     parameter.register_post_accumulate_grad_hook(came)
 

@@ -159,7 +159,8 @@ class PagedTensor(ElsewhereTensor):
         piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
         if self._gatherer.fills_parameters or shard.lodged:
             return (torch.empty(0, dtype=dtype, device=piece.device),), piece
-        return (shard.elements(piece).to(dtype).view(shard.padded_shape),), None
+        elements = shard.elements(piece).to(dtype)
+        return (elements.view(shard.padded_shape) if elements.numel() else elements,), None  # FSDP2 takes no (-1, 0)
 
     # FSDP2 asks for the signature at every gather of every parameter, which takes three times as long where it must be made.
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
@@ -276,6 +277,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
         target, source = args[0], args[1]
         if target._twin is not None and target._twin.blank:
             return _fill_twin(target, source)
+        if not target.numel():
+            return target
         values = source.materialize() if isinstance(source, PagedTensor) else source
         target.store(values.to(torch.float32).expand(target.shape))
         return target

@@ -1,5 +1,5 @@
-"""A model with parameters that have no dimension, for the tests beside it; run by several ranks, `scalars.py FOLDER` trains it
-on NVMe and in memory and says whether they agree."""
+"""A model with parameters that have no dimension, or no elements, for the tests beside it; run by several ranks,
+`scalars.py FOLDER` trains it on NVMe and in memory and says whether they agree."""
 
 from __future__ import annotations
 
@@ -29,8 +29,19 @@ class Block(nn.Module):
         return x + self.gain * torch.tanh(self.linear(x) - self.shift)
 
 
+class Nothing(nn.Module):
+    """A group that has no elements."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ self.weight.view(12, 0)).sum()
+
+
 class Scaled(nn.Module):
-    """Scalars in the root and in blocks; one is tied, one is frozen."""
+    """Scalars in the root and in blocks; one is tied, one is frozen. What has no elements is so, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +49,15 @@ class Scaled(nn.Module):
         self.blocks = nn.ModuleList([Block(gain), Block(gain)])
         self.logit_scale = nn.Parameter(torch.tensor(2.6592))
         self.fixed = nn.Parameter(torch.tensor(1.5), requires_grad=False)
+        self.nothing = nn.ModuleList([Nothing(0, 12), Nothing(12, 0)])
+        self.none = nn.Parameter(torch.empty(0))
+        self.none_fixed = nn.Parameter(torch.empty(2, 0), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
+        for module in self.nothing:
+            x = module(x) + self.none.sum() + self.none_fixed.sum()
         return (x * self.logit_scale.exp() * self.fixed).square().mean()
 
 
@@ -91,7 +107,7 @@ def train(engine: infinity.Engine, first: int, steps: int) -> list[tuple[float, 
 
 def values(engine: infinity.Engine) -> dict[str, list[float]]:
     """Every master, whole."""
-    return {name: p.full_tensor().flatten().tolist() for name, p in engine.named_parameters()}
+    return {name: p.full_tensor().flatten().tolist() if p.numel() else [] for name, p in engine.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Parameters without dimensions train as all others do, and are what they were to the model and to files of weights."""
+"""Parameters without dimensions, or without elements, train as all others do, and are what they were to the model and to
+files of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import scalars
 import torch
 from safetensors.torch import load_file
 from scalars import CLIPPING, SETTINGS, batches, make, model, train, values
+from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.cli import ckpt
@@ -32,10 +34,18 @@ def test_they_train_as_under_plain_torch(update: str, nvme_path: Path) -> None:
         optimizer.zero_grad()
         expected.append((loss.item(), norm.item()))
     for path in (nvme_path, None):
-        with make(path, own={"update": update}) as engine:
+        chosen = model()
+        of_all = torch.optim.AdamW(chosen.parameters(), fused=True, **SETTINGS)  # frozen ones, too
+        with make(path, own={"update": update}, model=chosen, optimizer=of_all) as engine:
             assert train(engine, 0, 4) == expected
             assert values(engine) == {name: p.flatten().tolist() for name, p in plain.named_parameters()}
             assert engine.module.logit_scale.shape == (1,), "sharded, it is a row"
+
+
+def test_a_loop_of_ones_own_is_told_to_freeze_what_has_no_elements(nvme_path: Path) -> None:
+    sharded = fully_shard(scalars.Nothing(0, 12))
+    with infinity.SwapManager(nvme_path) as swap, pytest.raises(infinity.ConfigError, match="weight has no elements"):
+        swap.page(sharded)
 
 
 def test_two_ranks_agree_with_memory(forked_ranks: Any, nvme_path: Path) -> None:
