@@ -21,6 +21,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
+from infinity.fsdp2.running_statistics import mixtures_explained
 from infinity.fsdp2.vertical import MicroBatch, Vertical
 from infinity.host_memory import available_bytes
 from infinity.ranks.peers import Peers
@@ -75,8 +76,10 @@ class Passes(DeepSpeedSurface):
         self._guard.begin_forward()
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
         name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+        in_16_bits = self._resolved.compute_dtype is not torch.float32
+        mixtures = mixtures_explained(self.module) if in_16_bits else contextlib.nullcontext()
         around = self._guard.around(Pass.FORWARD)
-        with self._in_pass(name), around, self._timing("fwd", micro_batches), saving, explained:
+        with self._in_pass(name), around, self._timing("fwd", micro_batches), saving, explained, mixtures:
             yield
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

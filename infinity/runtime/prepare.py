@@ -29,6 +29,7 @@ from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_
 from infinity.fsdp2.guarded import carry_hooks, guard
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import fingerprint, load_weights, stored_names
+from infinity.fsdp2.running_statistics import keep_statistics_in_fp32
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
 from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
@@ -113,6 +114,8 @@ def shard_and_page(
     """
     mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
+    if resolved.compute_dtype is not torch.float32:
+        keep_statistics_in_fp32(model)
     blocks = split_experts(model, stored_names(weights)) if weights is not None else 0
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)

@@ -1,0 +1,76 @@
+"""Floor 7. Buffers where a model computes in 16 bits: they stay fp32, running statistics such as BatchNorm's among them.
+
+[Note: Statistics in fp32]
+FSDP2 casts parameters and inputs to the dtype of compute, and no buffers. torch's kernels of batch and instance norm take
+weights and statistics of one dtype, beside an input of another. Statistics in 16 bits would hardly follow: most of what a batch
+adds to them is less than they are rounded by. So they stay fp32, as under autocast. Their module finds its gathered parameters
+in fp32, too, and returns what it makes in the dtype of its input, also where it has no parameters, as a frozen BatchNorm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from infinity.errors import InfinityError
+
+
+def keep_statistics_in_fp32(model: nn.Module) -> None:
+    """Have each module with a running mean compute with it in fp32. See the note of this file."""
+    for module in model.modules():
+        if module._buffers.get("running_mean") is not None and not isinstance(module, torch.jit.ScriptModule):
+            module.__class__ = _computing_in_fp32(type(module), [*module._parameters])
+
+
+@contextlib.contextmanager
+def mixtures_explained(model: nn.Module) -> Iterator[None]:
+    """Around a forward in 16 bits: an operation that takes no fp32 beside them names the buffers that may have brought it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ("Float" not in (text := str(error)) and "float" not in text) or not ("BFloat16" in text or "Half" in text):
+            raise
+        names = {module: name for name, module in model.named_modules()}
+        running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        inside = [module for module in reversed(running) if isinstance(module, nn.Module) and module in names]
+        buffers = [
+            f"{names[module]}.{name}".removeprefix(".")
+            for module in dict.fromkeys([*inside, *names])
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.dtype is torch.float32
+        ]
+        if not inside or not buffers:
+            raise
+        others = ", ..." if len(buffers) > 3 else ""
+        raise InfinityError(
+            f"{names[inside[0]] or 'the root module'} mixes fp32 with the 16 bits that parameters are computed in ({text}): "
+            f"float buffers stay fp32 ({', '.join(itertools.islice(buffers, 3))}{others}), and so does what is made of them; "
+            "cast that to the dtype of the input in the forward, as in x * self.scale.to(x.dtype)"
+        ) from error
+
+
+def _computing_in_fp32(kind: type[nn.Module], parameters: list[str]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        made = kind.forward(self, *args, **kwargs)
+        given = next(x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        return made.to(given) if isinstance(made, torch.Tensor) and given.is_floating_point else made
+
+    shown: dict[str, Any] = {name: property(_as_fp32(name)) for name in parameters}
+    shown |= {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), shown)
+
+
+def _as_fp32(name: str) -> Callable[[nn.Module], torch.Tensor | None]:
+    def view(module: nn.Module) -> torch.Tensor | None:
+        p = module._parameters[name]
+        return p if p is None or isinstance(p, DTensor) else p.float()
+
+    return view
