@@ -1,21 +1,25 @@
 """Floor 7. A function that pauses in its middle, wherever it is, so that others run meanwhile. Training thread only.
 
 [Note: What a pause leaves behind]
-A greenlet has a stack of its own, and shares all else with its thread. What torch keeps for the thread has to be right for
-whoever runs. Random number generators and hooks on saved tensors are taken along: activation checkpointing calls a block inside
-such hooks. In any other context of torch's (no_grad, autocast, a dispatch mode) a function can't pause, since that context
-would be the others', too; it says so.
+A greenlet has a stack and context variables of its own, and shares all else with its thread. What torch keeps for the thread
+has to be right for each that runs. Random number generators and hooks on saved tensors are taken along: activation
+checkpointing calls a block inside such hooks. Inside any other context (no_grad, autocast, a dispatch mode,
+warnings.catch_warnings) a function can't pause, since the others would run in that context, too. It can't end with such a
+setting changed either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch.nn.utils import parametrize
 from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
@@ -62,13 +66,14 @@ class RandomState:
 
 
 class Coroutine:
-    """Runs `function` until it pauses, and goes on from there.
+    """Runs `function` until it pauses, and goes on from there, in a copy of the caller's context variables.
 
     random: what the generators give it.
     """
 
     def __init__(self, function: Callable[[], Any], random: RandomState) -> None:
         self._greenlet = greenlet(self._run)
+        self._greenlet.gr_context = self.context = contextvars.copy_context()
         self._function = function
         self.random = random
         """What the generators give it when it goes on."""
@@ -99,10 +104,8 @@ class Coroutine:
 
     def pause(self, waits_for: Any) -> None:
         """In it: let the caller of `go_on` go on. Raises CannotPause: see [Note: What a pause leaves behind]."""
-        surroundings = _surroundings()
-        for name, here in surroundings.items():
-            if here != self._surroundings[name]:
-                raise CannotPause(f"its blocks are called in a context of their own ({name}: {here})")
+        if elsewhere := self._elsewhere():
+            raise CannotPause(f"its blocks are called in a context of their own ({elsewhere})")
         self.waits_for = waits_for
         hooks = _take_hooks(leave=self._hooks_outside)
         try:
@@ -118,6 +121,13 @@ class Coroutine:
 
     def _run(self) -> None:
         self.result = self._function()
+        if elsewhere := self._elsewhere():
+            raise CannotPause(f"a forward changes a setting of torch's ({elsewhere})")
+
+    def _elsewhere(self) -> str | None:
+        """In words, what is not as it was when this coroutine was made."""
+        here = _surroundings()
+        return next((name for name, now in here.items() if now != self._surroundings[name]), None)
 
 
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -126,7 +136,6 @@ _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 def _surroundings() -> dict[str, object]:
     """The contexts that torch keeps for this thread, by name."""
     return {
-        "gradients": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast on the CPU": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         "autocast on the GPU": torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -134,7 +143,32 @@ def _surroundings() -> dict[str, object]:
         "stream": torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None,
         "function modes": _len_torch_function_stack(),
         "dispatch modes": _len_torch_dispatch_stack(),
+        "filters of warnings": id(warnings.filters),
+        "parametrizations cached": parametrize._cache_enabled,
+        **{name: get() for name, (get, _) in _SETTINGS.items()},
     }
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "gradients": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "precision of matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+}
+"""Of torch, which a plain call changes."""
+
+
+@contextlib.contextmanager
+def settings_restored() -> Iterator[None]:
+    """Around what may leave `_SETTINGS` changed where CannotPause ends it."""
+    before = {name: get() for name, (get, _) in _SETTINGS.items()}
+    try:
+        yield
+    except CannotPause:
+        for name, (get, put) in _SETTINGS.items():
+            if get() != before[name]:
+                put(before[name])
+        raise
 
 
 def _take_hooks(*, leave: int) -> list[tuple[Any, Any]]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
-from infinity.fsdp2.guarded import hook_gradients
+from infinity.fsdp2.guarded import GatheredParameter, hook_gradients
 from infinity.fsdp2.private import TrainingState
 from infinity.fsdp2.sharding import param_groups_of
 from infinity.optim.kernel import accumulate
@@ -53,6 +53,8 @@ class RunningGroup:
         """Whether a forward of all micro-batches, or its backward, is going on."""
         self._watched: set[Any] = set()
         """Parameters (FSDP2's) of which more is taken than what comes for leaves."""
+        self._versions: list[int] = []
+        """Of the gathered parameters, as the first micro-batch found them."""
 
     @property
     def is_resharded_after_forward(self) -> bool:
@@ -61,12 +63,14 @@ class RunningGroup:
     def clear(self, *, is_running: bool) -> None:
         """What is left of gradients is void."""
         self.is_running = is_running
+        self._versions = []
         self._sums.clear()
         for leaf in self._leaves.values():
             leaf.grad = None
 
     def enter(self, micro_batch: int) -> None:
         """It is gathered: from now on its modules show the leaves of a micro-batch."""
+        self._versions = self._versions or self._versions_now()
         for parameter in self._trained():
             parameter._setattr_on_modules(self._leaf(parameter, micro_batch))
 
@@ -74,6 +78,15 @@ class RunningGroup:
         """Its modules show the gathered parameters."""
         for parameter in self._trained():
             parameter._setattr_on_modules(parameter._unsharded_param)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a micro-batch wrote to the gathered parameters, which the others would see."""
+        return bool(self._versions) and self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        """A leaf shares memory and version with its gathered parameter."""
+        return [parameter._unsharded_param._version for group in self._groups for parameter in group.fsdp_params]
 
     def suspend(self) -> None:
         """A micro-batch pauses within it: the next one enters as if none was there."""
@@ -108,9 +121,10 @@ class RunningGroup:
     def _leaf(self, parameter: Any, micro_batch: int) -> nn.Parameter:
         leaf = self._leaves.get((parameter, micro_batch))
         if leaf is None:
-            leaf = self._leaves[parameter, micro_batch] = nn.Parameter(parameter._unsharded_param.detach())
+            leaf = self._leaves[parameter, micro_batch] = GatheredParameter(parameter._unsharded_param.detach())
+            leaf.gathered_name = parameter._param_fqn
             hook_gradients(parameter, leaf)
-            leaf.register_post_accumulate_grad_hook(self._taking(parameter, _take))
+            leaf.register_post_accumulate_grad_hook(self._taking(parameter, _take))  # type: ignore[no-untyped-call]
             if parameter not in self._watched:
                 self._watched.add(parameter)
                 past_leaves = self._taking(parameter, _take_past_leaves)

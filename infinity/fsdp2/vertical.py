@@ -7,12 +7,18 @@ goes the same way back: autograd runs the nodes that were made last first, so al
 one below. They take turns in descending order, hence backward in ascending order, which is the order of their sums. So the
 numbers are those of one micro-batch after the other, bit for bit, with [Note: A leaf for each micro-batch] in running_group.py.
 
-The root is called once, with all micro-batches: its hooks, FSDP2's and ours, see one forward. A model whose micro-batches can't
-take turns is found in its first such forward, before anything was changed.
+The root is called once, with all micro-batches: FSDP2's hooks and ours see one forward.
+
+State that a forward leaves behind would be mixed up, so each pass looks for it: at every pause in the group that was passed
+through and outside of all, before the first group and at the end everywhere. If it finds some, that state is set back, and the
+step is a loop over its micro-batches (see kept_state.py). That may be a cache that the first forward fills, so the next step
+tries once more before the schedule is given up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +26,19 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules import module as torch_modules
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
-from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState
+from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState, settings_restored
 from infinity.fsdp2.experts import routed_experts
+from infinity.fsdp2.kept_state import KeptState, is_of_library
 from infinity.fsdp2.names import clean_name
 from infinity.fsdp2.running_group import RunningGroup, grad_tensors, may_sum_unreduced
-from infinity.fsdp2.sharding import in_backward, reshards_to_fewer_ranks
+from infinity.fsdp2.sharding import in_backward, reshard, reshards_to_fewer_ranks
 from infinity.units import format_bytes
 
 
@@ -39,6 +47,16 @@ class MicroBatch(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class Turn(NamedTuple):
+    """What a forward of one micro-batch gave."""
+
+    output: Any
+    random: RandomState
+    """The random numbers that come next."""
+    context: contextvars.Context
+    """The context variables as it left them."""
 
 
 def micro_batches_in(args: tuple[Any, ...]) -> int:
@@ -65,7 +83,9 @@ class Vertical:
         self.groups = {cast(nn.Module, module): RunningGroup(module, sums) for module in modules.values()}
         """By module, without the root's."""
         self.why_not: str | None = _why_not(model, list(modules))
-        """Why the micro-batches of this model can't take turns, where that is known."""
+        """Why the micro-batches of this model can't take turns, where that is known for good."""
+        self.why_not_now = self.why_not
+        """Why those of the last step couldn't."""
         self._pass: _Pass | None = None
         """Of the forward or backward that is going on, or that an exception ended."""
         self._has_fitted = False
@@ -81,40 +101,68 @@ class Vertical:
         self,
         micro_batches: Sequence[MicroBatch],
         random: Sequence[RandomState],
+        state: KeptState,
         *,
         available_bytes: Callable[[], int | None] | None = None,
-    ) -> list[tuple[Any, RandomState]] | None:
-        """Run the model for each micro-batch, with its random numbers; what each returned, and the numbers that come next. One
-        backward over all of them follows, then `end`.
+    ) -> list[Turn] | None:
+        """Run the model for each micro-batch, with its random numbers. The losses follow, then `accepts`, one backward over all
+        of them, and `end`.
 
-        available_bytes: the memory that may still be taken for what they save, where that is to be looked at; None is unknown.
-        Returns None where they can't take turns, or wouldn't fit: `why_not` says why, and nothing was changed.
+        state: taken just before. available_bytes: the memory that may still be taken for what they save, where that is to be
+        looked at; None is unknown.
+        Returns None where they can't take turns, or wouldn't fit: `why_not_now` says why, and nothing was changed.
         """
         self._abandon()
         if self.why_not is not None:
             return None
         memory = _Memory(available_bytes) if available_bytes is not None and not self._has_fitted else None
-        module_state = _ModuleState(self._model) if not self._has_fitted else None
-        self._pass = run = _Pass(self, self._model, self._root, random, memory)
+        self._pass = run = _Pass(self, self._model, self._root, random, state, memory)
         self._model.forward = run.forward
         try:
-            outputs: tuple[Any, ...] = self._model(run, micro_batches)
-            if module_state is not None:
-                module_state.check()
+            with settings_restored(), _without_hooks(self._model) as hooked:
+                run.why_not = "hooks of your own are on the model itself" if hooked else None
+                outputs: tuple[Any, ...] = self._model(run, micro_batches)
         except CannotPause as reason:
-            if module_state is None and self.reductions_apart:  # the other ranks may not have come here
+            if self._has_fitted and self.reductions_apart:  # the other ranks may not have come here
                 raise InfinityError(
                     f"the micro-batches of this model can't take turns, as they could before: {reason}; set "
                     'infinity.schedule to "horizontal"'
                 ) from reason
-            if module_state is not None:
-                module_state.restore()
-            self.why_not = str(reason)
+            self._give_back(state, str(reason), for_good=True)
+            return None
+        except Exception:
+            why = run.why_not or state.changed()
+            if why is None or self.reductions_apart:
+                raise  # a loop would raise it too, or other ranks haven't
+            self._give_back(state, why)
             return None
         finally:
             run.restore_forward()
-        self._has_fitted = True
-        return list(zip(outputs, run.random_after, strict=True))
+        return [Turn(*turn) for turn in zip(outputs, run.random_after, run.contexts, strict=True)]
+
+    def accepts(self, state: KeptState) -> bool:
+        """After the losses: whether neither forwards nor losses left state behind that a loop would have in another order, on
+        all ranks. If not, it is set back as by `forward`. A collective."""
+        run = self._pass
+        assert run is not None
+        why = run.why_not or state.differs(run.contexts)
+        if self.reductions_apart:
+            differing = torch.tensor(float(why is not None), device=next(self._model.parameters()).device)
+            dist.all_reduce(differing)
+            why = why or ("a forward on another rank changes what outlives it" if differing else None)
+        if why is not None:
+            self._give_back(state, why)
+            return False
+        self._has_fitted, self.why_not_now = True, None
+        return True
+
+    def _give_back(self, state: KeptState, why: str, *, for_good: bool = False) -> None:
+        """This step is a loop; so are all from now on, if the last one was."""
+        self.why_not = why if for_good or self.why_not_now is not None else None
+        self.why_not_now = why
+        self._abandon()
+        state.restore()
+        reshard(self._model)  # what is gathered may have been written to
 
     def end(self) -> None:
         """The backward is over. What waited for a micro-batch that no gradient reached is released, and its gradients are in
@@ -156,11 +204,16 @@ class _Pass:
         model: nn.Module,
         root: RunningGroup,
         random: Sequence[RandomState],
+        state: KeptState,
         memory: _Memory | None,
     ) -> None:
         self._groups, self._root, self._model, self._random = vertical.groups, root, model, random
         self.reductions_apart = vertical.reductions_apart
-        self._memory = memory
+        self._state, self._memory = state, memory
+        self.why_not: str | None = None
+        """State that a micro-batch left behind where others run, in words."""
+        self._passed: set[nn.Module] = set()
+        """The groups that the running micro-batch was in since its last pause."""
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         self._instance_forward = model.__dict__.get("forward")
         self._original_forward = model.forward
@@ -179,6 +232,8 @@ class _Pass:
         self._coroutine: Coroutine | None = None
         self.random_after: list[RandomState] = []
         """By micro-batch: the random numbers that come next, after the forward."""
+        self.contexts: list[contextvars.Context] = []
+        """By micro-batch: its context variables."""
         for group in (root, *self._groups.values()):
             group.clear(is_running=True)
 
@@ -203,6 +258,7 @@ class _Pass:
             Coroutine(partial(self._original_forward, *micro_batch.args, **micro_batch.kwargs), random)
             for micro_batch, random in zip(args[1], self._random, strict=True)
         ]
+        self.contexts = [coroutine.context for coroutine in coroutines]
         try:
             while not all(coroutine.is_done for coroutine in coroutines):
                 module = coroutines[0].waits_for
@@ -222,10 +278,18 @@ class _Pass:
 
     def _go_on(self, micro_batch: int, coroutine: Coroutine) -> None:
         self.micro_batch, self._coroutine = micro_batch, coroutine
+        self._passed = {*self._inside[micro_batch]}
+        begins = coroutine.waits_for is None
         self._root.enter(micro_batch)
         coroutine.go_on()
         self._root.leave()
         self._coroutine = None
+        for group in (self._root, *(self._groups[module] for module in self._passed)):
+            if group.is_written:
+                self.why_not = (
+                    self.why_not or f"{self._names[group.module] or 'the model'} changes its weights in a forward"
+                )
+        self.why_not = self.why_not or self._state.changed(None if begins else self._passed)
 
     def come_to(self, module: nn.Module, coroutine: Coroutine) -> None:
         """A micro-batch is about to call a group."""
@@ -242,6 +306,7 @@ class _Pass:
     def enter(self, module: nn.Module, inputs: Any) -> None:
         """The group is gathered, and the micro-batch enters it. In the backward FSDP2 releases it at the inputs of each."""
         self._inside[self.micro_batch].append(module)
+        self._passed.add(module)
         self._groups[module].enter(self.micro_batch)
         tensors = list(grad_tensors(inputs))
         if not self.reductions_apart and self._have_gradients.setdefault(module, bool(tensors)) != bool(tensors):
@@ -298,43 +363,28 @@ class _Pass:
             group.clear(is_running=False)
 
 
-class _ModuleState:
-    """What modules keep from one call to the next: buffers, as running means, and what a forward leaves in attributes for a
-    loss that is computed later. Micro-batches that take turns would mix it up; a loop has it in order."""
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[bool]:
+    """A call of the model runs none of the user's hooks on it, as they would see all micro-batches. Whether it has any."""
+    of_model = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
+    everywhere = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
+    taken = [
+        (hooks, key, hook)
+        for hooks in (*of_model, *everywhere)
+        for key, hook in hooks.items()
+        if not is_of_library(hook)
+    ]
+    try:
+        for hooks, key, _ in taken:
+            hooks[key] = _no_hook
+        yield bool(taken)
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._buffers = [
-            (module, f"{clean_name(name)}.{key}", buffer, buffer._version, buffer.clone())
-            for name, module in model.named_modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._attributes = set(self._graph_attributes())
 
-    def check(self) -> None:
-        """Raise CannotPause where the forwards changed any of it."""
-        for module, name, buffer, version, _ in self._buffers:
-            if buffer._version != version or module._buffers.get(name.rpartition(".")[2]) is not buffer:
-                raise CannotPause(f"buffer {name} is changed by a forward")
-        for name, attribute in self._graph_attributes():
-            if (name, attribute) not in self._attributes:
-                raise CannotPause(f"a forward leaves a tensor in attribute {attribute} of {name or 'the model'}")
-
-    def restore(self) -> None:
-        """Buffers are as before."""
-        with torch.no_grad():
-            for module, name, buffer, version, before in self._buffers:
-                module._buffers[name.rpartition(".")[2]] = buffer
-                if buffer._version != version:
-                    buffer.copy_(before)
-
-    def _graph_attributes(self) -> Iterator[tuple[str, str]]:
-        for name, module in self._model.named_modules():
-            for attribute, value in vars(module).items():
-                leaves = tree_leaves(value) if isinstance(value, (torch.Tensor, list, tuple, dict)) else ()
-                if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-                    yield clean_name(name), attribute
+def _no_hook(*_: Any, **__: Any) -> None:
+    pass
 
 
 class _Memory:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from infinity.aio import absent_bytes
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
+from infinity.fsdp2.kept_state import KeptState
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.running_statistics import mixtures_explained
@@ -198,24 +199,26 @@ class Passes(DeepSpeedSurface):
         self, batches: Sequence[Any], random: Sequence[RandomState], loss_fn: LossFn | None
     ) -> list[torch.Tensor] | None:
         """The losses of all micro-batches; None where they can't take turns, which the log says."""
+        state = KeptState(self.module, self._vertical.groups, [loss_fn])
         with self.forward_pass(micro_batches=len(batches)):
             calls = [_call_of(batch, loss_fn) for batch in batches]
             alone = dist.get_world_size() == 1  # else each rank would see another figure
             look = _memory_left if alone and self._resolved.schedule == "auto" and self.activations is None else None
-            outputs = self._vertical.forward(calls, random, available_bytes=look)
-        if outputs is None:
-            why = f"the micro-batches of this model can't take turns: {self._vertical.why_not}"
-            if self._resolved.schedule == "vertical":
-                raise ConfigError(f'{why}; set infinity.schedule to "auto" or "horizontal"')
+            turns = self._vertical.forward(calls, random, state, available_bytes=look)
+        losses = []
+        for turn, batch in zip(reversed(turns or []), reversed(batches), strict=turns is not None):
+            with turn.random.within():
+                losses.append(turn.context.run(_loss_of, turn.output, batch, loss_fn))
+        if turns is not None and self._vertical.accepts(state):
+            return losses[::-1]
+        why = f"the micro-batches of this model can't take turns: {self._vertical.why_not_now}"
+        if self._resolved.schedule == "vertical":
+            raise ConfigError(f'{why}; set infinity.schedule to "auto" or "horizontal"')
+        if self._vertical.why_not is not None:
             self._gave_up_vertical = True
             if dist.get_rank() == 0:
                 log.info('infinity.schedule "auto" is "horizontal" here: %s', why)
-            return None
-        losses = []
-        for (output, stream), batch in zip(outputs[::-1], batches[::-1], strict=True):
-            with stream.within():
-                losses.append(_loss_of(output, batch, loss_fn))
-        return losses[::-1]
+        return None
 
     def _take(self, data_iter: Iterator[Any] | None) -> list[Any]:
         """The micro-batches of a step. Raises StopIteration where there are not enough."""

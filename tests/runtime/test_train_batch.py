@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import itertools
 import logging
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -249,6 +252,49 @@ class LeavesLosses(Model):
         return {"loss": outputs["loss"] + sum(block.left[0] for block in self.blocks)}
 
 
+SCALE = contextvars.ContextVar("SCALE", default=0.0)
+
+
+class Stateful(Model):
+    """From the time it is switched on, each micro-batch depends on what those before it have left."""
+
+    on = ""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.kept: list[torch.Tensor] = []
+        self.ranges = nn.BatchNorm1d(WIDTH, affine=False).eval()
+
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        hidden, _ = super().call(block, hidden, mask)
+        if self.on == "batch norm":
+            hidden = self.ranges(hidden.float().transpose(1, 2)).transpose(1, 2).to(hidden.dtype)
+        elif self.on == "random numbers":
+            hidden = hidden * random.random() * np.random.rand()
+        elif self.on == "losses in a list":
+            self.kept.append(hidden.float().square().mean())
+        return hidden * (1 + SCALE.get()), None
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.on == "context variable":
+            SCALE.set(SCALE.get() / 2 + 0.1)
+        if self.on == "batch norm":
+            self.ranges.train(self.training)
+        loss = super().forward(tokens)["loss"] + sum(self.kept) * len(self.kept)
+        self.kept.clear()
+        return {"loss": loss}
+
+
+class Caching(Model):
+    """The first forward keeps a tensor for all others."""
+
+    mask: torch.Tensor | None = None
+
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        self.mask = torch.ones(TOKENS, 1) if self.mask is None else self.mask
+        return super().call(block, hidden * self.mask.to(hidden.dtype), mask)
+
+
 class Mixed(Model):
     def run(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden, mask = self.embedding(tokens), (tokens > 2).unsqueeze(-1)
@@ -374,7 +420,7 @@ def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clippi
         (Branching, "they take different ways through its groups"),
         (RunningMean, "buffer blocks.0.mean is changed by a forward"),
         (ReplacedMean, "buffer blocks.0.mean is changed by a forward"),
-        (LeavesLosses, "leaves a tensor in attribute left of blocks.0"),
+        (LeavesLosses, "attribute left of blocks.0 is changed by a forward"),
         (lambda: Model(layers=1), "it is one group"),
     ],
     ids=[
@@ -402,6 +448,43 @@ def test_what_cannot_take_turns_goes_one_after_the_other(
         pytest.raises(infinity.ConfigError, match=r"can't take turns.*set infinity.schedule to"),
     ):
         some_steps(engine)
+
+
+def after_switching(on: str, path: Path, schedule: str) -> tuple[Any, ...]:
+    random.seed(0)
+    np.random.seed(0)
+    SCALE.set(0.25)
+    with start(Stateful, path, schedule=schedule) as engine:
+        data = batches()
+        losses = [engine.train_batch(data).item()]
+        engine.module.on = on
+        if on == "hook of the model":
+            engine.module.register_forward_hook(lambda module, args, output: {"loss": output["loss"] / 2})
+        losses += [engine.train_batch(data).item() for _ in range(2)]
+        return losses, weights(engine), (random.random(), np.random.rand(), SCALE.get())
+
+
+@pytest.mark.parametrize(
+    "on", ["context variable", "batch norm", "random numbers", "losses in a list", "hook of the model"]
+)
+def test_state_that_forwards_begin_to_keep_later_is_in_the_order_of_a_loop(on: str, nvme_path: Path) -> None:
+    def trained(schedule: str) -> tuple[Any, ...]:
+        return contextvars.copy_context().run(after_switching, on, nvme_path, schedule)
+
+    expected, found = trained("horizontal"), trained("auto")
+    assert_same(expected, found)
+    assert expected[2] == found[2]
+    if on == "context variable":
+        with pytest.raises(infinity.ConfigError, match=r"context variable SCALE.*set infinity.schedule to"):
+            trained("vertical")
+
+
+def test_what_only_the_first_forward_keeps_costs_one_step_of_the_vertical_schedule(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        assert_same(train(Caching, nvme_path, steps=3, schedule="horizontal"), train(Caching, nvme_path, steps=3))
+    assert not [record for record in caplog.records if 'is "horizontal" here' in record.getMessage()]
 
 
 def test_micro_batches_that_would_not_fit_go_one_after_the_other(
@@ -442,7 +525,7 @@ class Interrupts(Model):
     """Raises where it is told to, in the forward or backward of a block."""
 
     at: int | None = None
-    calls = 0
+    calls = itertools.count(1)
 
     def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
         hidden = super().call(block, hidden, mask)[0]
@@ -451,8 +534,7 @@ class Interrupts(Model):
         return hidden, None
 
     def interrupt(self) -> None:
-        self.calls += 1
-        if self.calls == self.at:
+        if next(self.calls) == self.at:
             raise KeyboardInterrupt
 
 
@@ -467,7 +549,7 @@ def test_a_step_that_an_exception_ended_is_taken_again(at: int, schedule: str, n
         micro_batches = list(itertools.islice(data, 3))
         torch_state = torch.get_rng_state()
         model = engine.module
-        model.at, model.calls = at, 0
+        model.at, model.calls = at, itertools.count(1)
         with pytest.raises(KeyboardInterrupt):
             engine.train_batch(iter(micro_batches))
         model.at = None
