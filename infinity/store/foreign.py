@@ -10,11 +10,13 @@ share a page, or whose pages are neighbours, are read as one. The last page of a
 the file is opened, and stays in host memory.
 
 Nothing is ever written to these files, locked in them, or left beside them. Who changes one while it is in use is found out:
-every page must hold what its first read found ([Note: integrity] in csrc/aio/checksums.h).
+until the first read of a range the file must not have changed since it was opened, and from then on every page must hold what
+that read found ([Note: integrity] in csrc/aio/checksums.h).
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -28,7 +30,7 @@ from typing import Protocol
 import torch
 
 from infinity.aio import File
-from infinity.errors import parsing
+from infinity.errors import IntegrityError, parsing
 from infinity.units import MIB, PAGE_BYTES, align_up
 
 FOREIGN_DTYPES = {
@@ -207,6 +209,25 @@ def lay_out(rows: Mapping[int, ForeignRows]) -> ForeignPart:
     )
 
 
+class ForeignFile:
+    """A file of the user, opened to be read only, and what it was like then."""
+
+    def __init__(self, path: Path, *, drive: int, checksums: bool) -> None:
+        self.file = File(path, read_only=True, drive=drive, checksums=checksums)
+        self._opened, self._checked = os.fstat(self.file.fileno()), set[int]()
+
+    def check_first_read(self, offset: int) -> None:
+        """Raise IntegrityError if what was read at `offset` for the first time may be newer than the opening of the file."""
+        if offset in self._checked:
+            return
+        then, now = self._opened, os.fstat(self.file.fileno())
+        touched = now.st_ctime_ns != then.st_ctime_ns and now.st_nlink == then.st_nlink  # it was not only removed
+        if touched or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+            why = "was changed after it was opened and before it was read: start again with the file as it is to be"
+            raise IntegrityError(f"{self.file.path} {why}", errno.EBADMSG, "read", self.file.path, offset)
+        self._checked.add(offset)
+
+
 class ForeignFiles:
     """Files of the user, opened to be read only. Any thread may read; one opens and closes.
 
@@ -219,12 +240,12 @@ class ForeignFiles:
     """
 
     def __init__(self, paths: Iterable[Path], drive_of: Callable[[Path], int], *, checksums: bool) -> None:
-        self._files: dict[Path, File] = {}
+        self._files: dict[Path, ForeignFile] = {}
         self._ends: dict[Path, tuple[int, bytes]] = {}
         try:
             for path in dict.fromkeys(paths):
-                file = self._files[path] = File(path, read_only=True, drive=drive_of(path), checksums=checksums)
-                whole = file.size_bytes // PAGE_BYTES * PAGE_BYTES
+                file = self._files[path] = ForeignFile(path, drive=drive_of(path), checksums=checksums)
+                whole = file.file.size_bytes // PAGE_BYTES * PAGE_BYTES
                 with path.open("rb") as opened:
                     self._ends[path] = whole, os.pread(opened.fileno(), PAGE_BYTES, whole)
         except BaseException:
@@ -237,10 +258,10 @@ class ForeignFiles:
     @property
     def notes(self) -> list[str]:
         """What was refused: a line, however many files there are."""
-        notes = [note for file in self._files.values() for note in file.notes]
+        notes = [note for file in self._files.values() for note in file.file.notes]
         return [f"{notes[0]} (so with {len(notes)} files of weights)"] if len(notes) > 1 else notes
 
-    def file(self, path: Path) -> File:
+    def file(self, path: Path) -> ForeignFile:
         """The open file."""
         return self._files[path]
 
@@ -252,4 +273,4 @@ class ForeignFiles:
     def close(self) -> None:
         """Close them. Transfers in flight keep theirs open until they end. Idempotent."""
         for file in self._files.values():
-            file.close()
+            file.file.close()

@@ -9,8 +9,9 @@ from itertools import chain
 
 import torch
 
-from infinity.aio import File, Lease, Transfer
+from infinity.aio import Lease, Transfer
 from infinity.device import CopyEvent
+from infinity.store.foreign import ForeignFile
 
 
 class ChunkState(enum.Enum):
@@ -57,7 +58,7 @@ class Span:
     offset: int
     lease_offset: int
     nbytes: int
-    foreign: File | None = None
+    foreign: ForeignFile | None = None
 
 
 @dataclass(eq=False)

@@ -52,6 +52,9 @@ class ChunkIo:
         of them have ended."""
         try:
             self._engine.wait(chunk.transfers, with_team=with_team)
+            for span in chunk.reads:
+                if span.foreign is not None:
+                    span.foreign.check_first_read(span.offset)
         except IoError as error:
             if isinstance(error, IntegrityError) and not _is_foreign(chunk, error.path):
                 self._arena.explain(error, chunk.name)
@@ -86,9 +89,9 @@ class ChunkIo:
         chunk.unverified = chunk.unverified and only is not None
 
     def _request(self, operation: str, lease: Lease, span: Span, priority: Priority) -> Request:
-        file = span.foreign if span.foreign is not None else self._arena.file
+        file = span.foreign.file if span.foreign is not None else self._arena.file
         return Request(operation, file, span.offset, lease, span.lease_offset, span.nbytes, priority)
 
 
 def _is_foreign(chunk: Chunk, path: str) -> bool:
-    return any(span.foreign is not None and span.foreign.path == path for span in chunk.reads)
+    return any(span.foreign is not None and span.foreign.file.path == path for span in chunk.reads)

@@ -256,6 +256,26 @@ def test_a_file_that_changes_is_found_out(how: str, error: type[Exception], word
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_file_that_changes_before_its_first_read_is_found_out(nvme_path: Path) -> None:
+    """Also where its time of change was set back; to be removed does it no harm."""
+    case = Case()
+    weights = adapted.save(nvme_path / "weights", case)
+    file = weights / "model.safetensors"
+    before = file.stat()
+    with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
+        spoil(file, "some bits")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(
+            IntegrityError, match=r"model\.safetensors was changed after it was opened and before it was read"
+        ):
+            adapted.train(engine, case)
+    adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
+        file.unlink()
+        adapted.train(engine, case)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_files_that_are_not_as_they_should_be_are_refused_before_anything_is_made(nvme_path: Path) -> None:
     case = Case(files=2)
     weights = adapted.save(nvme_path / "weights", case)
