@@ -13,7 +13,7 @@ from infinity.errors import ConfigError
 LOCALHOST = "localhost"
 
 _EXPECTED = "expected a host and its slots, such as `worker-0 slots=8`"
-_HOST = re.compile(r"[^\s=:#-][^\s=:#]*")
+_HOST = re.compile(r"(\w[\w.+-]*@)?\w[\w.-]*")
 
 
 class Host(NamedTuple):

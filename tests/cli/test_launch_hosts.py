@@ -89,6 +89,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(hostfile: Callable[[str], str]
         ("a slots=2 max_slots=3", ", line 1", "'max_slots=3' is unknown"),
         ("slots=2", ", line 1", "is no name of a host"),
         ("-oProxyCommand=x slots=2", ", line 1", "is no name of a host"),
+        *[(f"a{c}b slots=2", ", line 1", "is no name of a host") for c in "\0`;$&|<'\\"],
         ("# nobody\n", "", "has no host"),
         ("", "", "has no host"),
     ],
