@@ -10,8 +10,7 @@ are mapped into memory, not read, and it writes one file at a time, with all tha
 from __future__ import annotations
 
 import inspect
-import shutil
-import tempfile
+import secrets
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -23,10 +22,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
+from infinity.checkpoint.draft import clear_abandoned
 from infinity.checkpoint.model_files import SAFETENSORS_BYTES_MAX
+from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError, InfinityError
 from infinity.fsdp2.adapters import models_with_adapters
-from infinity.fsdp2.materialize import full_tensor
+from infinity.fsdp2.materialize import SINGLE, full_tensor
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
@@ -72,10 +73,11 @@ def _save(
             if writes:
                 save(module, save_directory, **{**arguments, "state_dict": state})
         return
-    staged = folder
+    work: WorkFolder | None = None
     with raise_on_all_ranks():
         if writes:
-            staged = _make_staged(folder)
+            work = _make_work_folder(folder)
+    staged = work.new if work is not None else folder
     try:
         engine.save_16bit_model(staged)
         with raise_on_all_ranks():
@@ -83,14 +85,15 @@ def _save(
                 save(module, save_directory, **{**arguments, "state_dict": _mapped(module, staged)})
                 _describe(module, folder, engine)
     finally:
-        if writes:
-            shutil.rmtree(staged)
+        if work is not None:
+            work.remove()
 
 
-def _make_staged(folder: Path) -> Path:
+def _make_work_folder(folder: Path) -> WorkFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".weights-", dir=folder))
+        clear_abandoned(folder)
+        return WorkFolder.make(folder, secrets.token_hex(8), SINGLE)
     except OSError as error:
         raise CheckpointError(f"{folder} can't be written to ({error.strerror}): name another folder") from None
 
