@@ -137,6 +137,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": order["batch_size"],
         "bf16": {"enabled": True},
         "steps_per_print": 0,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where},
         "infinity": {"pinned_bytes_max": order["pinned_bytes_max"], "moments_dtype": order["moments_dtype"]},

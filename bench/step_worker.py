@@ -84,6 +84,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
         "gradient_accumulation_steps": order["accumulation"],
         order["dtype"]: {"enabled": True},
         "gradient_clipping": 0.0 if "unclipped" in variants else order["clipping"],
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
         "infinity": {

@@ -195,6 +195,7 @@ def _made(order: dict[str, Any]) -> tuple[Callable[[], list[float]], Callable[[]
     config = {
         "bf16": {"enabled": True},
         "steps_per_print": 0,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,

@@ -41,7 +41,13 @@ class Model(nn.Module):
 def config(path: Path | None, **changes: Any) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(path)} if path is not None else {"device": "none"}
     zero = {"stage": 3, "offload_param": place, "offload_optimizer": place}
-    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **changes}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        **changes,
+    }
 
 
 def whole(engine: deepspeed.Engine) -> list[torch.Tensor]:

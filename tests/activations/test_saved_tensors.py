@@ -112,6 +112,7 @@ def test_the_buffer_is_a_line_of_the_pinned_sum(nvme_path: Path) -> None:
     device = {"device": "nvme", "nvme_path": str(nvme_path)}
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
         "infinity": {"pinned_bytes_max": "16MiB", "offload_activations": {"device": "nvme", "buffer_bytes": "15MiB"}},
     }
@@ -326,6 +327,7 @@ def test_the_bytes_of_a_step_count_what_saved_activations_move(nvme_path: Path) 
     device = {"device": "nvme", "nvme_path": str(nvme_path)}
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
         "infinity": {"pinned_bytes_max": "16MiB", **NVME},
     }

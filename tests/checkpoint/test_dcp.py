@@ -66,6 +66,7 @@ def config(path: Path | None) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload,

@@ -104,6 +104,7 @@ def engine_of(nvme_path: Path | None) -> infinity.Engine:
     config: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": WARMUP},
+        "gradient_clipping": 0.0,
         "zero_optimization": zero,
     }
     if nvme_path is not None:

@@ -69,6 +69,7 @@ def ours(path: Path, master: str = "split", optimizer: str = "AdamW", **argument
     config = {
         "bf16": {"enabled": True},
         "optimizer": {"type": optimizer, "params": SETTINGS[optimizer]},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload,
@@ -250,7 +251,12 @@ def test_ctrl_c_leaves_nothing(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_memory_is_bounded_by_a_few_tensors(nvme_path: Path, tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(nvme_path)}
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_param": offload}}
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+    }
     config["zero_optimization"]["offload_optimizer"] = offload
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))

@@ -66,6 +66,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     offload = {"device": "nvme", "nvme_path": str(folder / "nvme")}
     config = {
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
         "infinity": {"pinned_bytes_max": "16MiB"},
     }
@@ -119,7 +121,11 @@ def test_a_consolidated_model_is_loaded_straight_into_the_arena(
     folder, values = saved
     assert main(["consolidate", str(folder), str(tmp_path / "out"), "--max-shard-size", "2KiB"]) == 0
     offload = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
-    config = {"zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload}}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+    }
     for weights in (tmp_path / "out", tmp_path / "out" / "model.safetensors.index.json"):
         with infinity.init_empty():
             model = Model()

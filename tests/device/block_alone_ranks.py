@@ -26,6 +26,7 @@ def losses_with(zero: dict[str, Any]) -> list[float]:
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
         "infinity": {"pinned_bytes_max": "16MiB"},
     }

@@ -194,6 +194,7 @@ def test_a_read_that_fails_says_of_what_and_is_done_again(nvme_path: Path, monke
         config={
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
+            "gradient_clipping": 0.0,
             "zero_optimization": {
                 "stage": 3,
                 "stage3_param_persistence_threshold": 0,
@@ -412,6 +413,7 @@ def test_where_it_cannot_be_a_note_says_why(
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     config = {
         "optimizer": {"type": "AdamW"},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "aio": {"use_gds": True},
         "infinity": {"checksums": checksums, "pinned_bytes_max": "16MiB"},

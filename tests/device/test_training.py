@@ -80,6 +80,7 @@ def test_pin_memory_false_pins_nothing(nvme_path: Path, monkeypatch: pytest.Monk
     for pin in (False, True):
         config = {
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": 3, "offload_param": place | {"pin_memory": pin}, "offload_optimizer": place},
             "infinity": {"pinned_bytes_max": "16MiB"},
         }

@@ -180,6 +180,7 @@ def settings(case: Case, nvme_path: str) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,
             "offload_param": place,

@@ -46,6 +46,8 @@ def make(folder: Path, place: str, **own: Any) -> infinity.Engine:
     torch.manual_seed(0)
     gathers_from_nvme = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": "none"}
     config = {
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": gathers_from_nvme,

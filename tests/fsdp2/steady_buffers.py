@@ -20,6 +20,8 @@ def train(path: Path) -> tuple[ReusedBuffers, list[int]]:
     """Three blocks of one size. The store of their buffers, and how many blocks of memory it had made after each step."""
     config = {
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "nvme", "nvme_path": str(path)},

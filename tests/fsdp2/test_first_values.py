@@ -16,7 +16,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def engine_for(path: Path | None, model: nn.Module, **arguments: Any) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
-    config = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+    }
     torch.manual_seed(0)
     engine, *_ = infinity.initialize(model=model, config=config, **arguments)
     return engine

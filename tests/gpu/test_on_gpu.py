@@ -59,6 +59,7 @@ def engine_for(
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where, **zero},
         "infinity": own,
         "steps_per_print": 0,

@@ -52,6 +52,7 @@ def config(device: str, **own: Any) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "aio": {"block_size": 16384},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": {"device": device}},
         "infinity": own,
     }

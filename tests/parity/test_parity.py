@@ -62,6 +62,7 @@ def test_a_parameter_that_misses_steps_keeps_its_value(master: str, update: str,
             config={
                 "bf16": {"enabled": True},
                 "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "gradient_clipping": 0.0,
                 "zero_optimization": {
                     "stage": 3,
                     "offload_param": place,

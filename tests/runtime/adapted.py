@@ -231,6 +231,8 @@ def check_inference(weights: Path) -> None:
             model = Model(WIDTH)
         config = {
             "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": 3, "offload_param": {"device": device}},
             "infinity": {"wrap": ["Block"]},
         }

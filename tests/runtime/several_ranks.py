@@ -34,6 +34,8 @@ def config(path: Path | str, **own: Any) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(path)}
     return {
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": place,
@@ -157,7 +159,15 @@ def of_first_rank(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     in_copies = config(folder)
     in_copies["zero_optimization"]["mics_shard_size"] = 1
-    for settings in (config(folder), in_copies, {"zero_optimization": {"stage": 3}}):
+    for settings in (
+        config(folder),
+        in_copies,
+        {
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 3},
+        },
+    ):
         for empty in (False, True):
             expected: dict[str, torch.Tensor] = {}
             for seed in (0, rank):  # what rank 0 makes, and what this rank does
@@ -180,7 +190,14 @@ def of_first_rank(folder: Path) -> None:
 def set_by_one(folder: Path) -> None:
     """What rank 1 sets in a gathered parameter is what all ranks hold, on the drive and in the next forward."""
     of_first_rank(folder)
-    for settings in (config(folder), {"zero_optimization": {"stage": 3}}):
+    for settings in (
+        config(folder),
+        {
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 3},
+        },
+    ):
         trained = model()
         engine, *_ = infinity.initialize(model=trained, config=settings)
         with engine:

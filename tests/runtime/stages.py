@@ -71,7 +71,7 @@ def with_engine(zero: dict[str, Any], folder: str, *, bf16: bool, accumulation: 
         "bf16": {"enabled": bf16},
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clipping,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "zero_optimization": zero,
         "infinity": {"pinned_bytes_max": "16MiB"},
     }

@@ -60,6 +60,7 @@ def make(
         "gradient_accumulation_steps": accumulation,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload,
@@ -315,6 +316,7 @@ def test_a_step_that_fails_before_its_changes_scales_no_gradient_twice(
         config = {
             "fp16": {"enabled": True, "loss_scale_window": 1},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
             "infinity": {"pinned_bytes_max": "16MiB"},
         }

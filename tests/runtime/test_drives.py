@@ -31,6 +31,8 @@ def trained(nvme_path: Any, backend: str, mix: str = "auto") -> tuple[list[float
     model = nn.Sequential(nn.Linear(8, 300), *(nn.Sequential(nn.Linear(300, 300), nn.ReLU()) for _ in range(3)))
     settings = {
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
         "infinity": {"pinned_bytes_max": "16MiB", "backend": backend, "mix": mix},
         "aio": {"block_size": "64KiB"},
@@ -88,4 +90,11 @@ def test_one_bad_path_of_two_leaves_nothing_behind(nvme_path: Path) -> None:
 def test_the_same_path_twice_is_refused_by_the_config() -> None:
     drive = {"device": "nvme", "nvme_path": ["/mnt/a", "/mnt/../mnt/a"]}
     with pytest.raises(infinity.ConfigError, match="list of different paths"):
-        infinity.initialize(model=nn.Linear(2, 2), config={"zero_optimization": {"stage": 3, "offload_param": drive}})
+        infinity.initialize(
+            model=nn.Linear(2, 2),
+            config={
+                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": 3, "offload_param": drive},
+            },
+        )

@@ -40,7 +40,15 @@ class Model(nn.Module):
 def engine_of(path: Path | None, **changes: Any) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(path)} if path is not None else {"device": "none"}
     zero = {"stage": 3, "offload_param": place, "offload_optimizer": place, **changes.pop("zero_optimization", {})}
-    engine, *_ = infinity.initialize(model=Model(), config={"zero_optimization": zero, **changes})
+    engine, *_ = infinity.initialize(
+        model=Model(),
+        config={
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            **changes,
+        },
+    )
     return engine
 
 

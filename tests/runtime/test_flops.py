@@ -38,6 +38,7 @@ def trained(path: Path, steps: int = 4, **profiler: Any) -> list[float]:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW"},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "flops_profiler": profiler,
     }

@@ -329,6 +329,7 @@ def test_many_trained_parameters_rest_where_they_are_asked_to(nvme_path: Path) -
     config = {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW"},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": 0},
     }
     engine, *_ = infinity.initialize(model=model, config=config, weights=weights, model_parameters=model.parameters())

@@ -86,7 +86,7 @@ def config(where: str, path: Path, **fp16: Any) -> dict[str, Any]:
     return {
         "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, **fp16},
         "gradient_clipping": 0.05,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}},
         "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
         "infinity": {"pinned_bytes_max": "16MiB"},

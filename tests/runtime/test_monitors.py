@@ -53,6 +53,8 @@ def make(folder: Path, nvme_path: Path | None = None, *, net: nn.Module | None =
     place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path is not None else {"device": "none"}
     settings = {
         "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"},
         "infinity": {"pinned_bytes_max": "16MiB"},
@@ -163,6 +165,7 @@ folder, steps, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "kill"
 place = {"device": "nvme", "nvme_path": folder}
 config = {
     "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW"},
     "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
     "csv_monitor": {"enabled": True, "output_path": folder + "/logs", "job_name": "job"},
     "infinity": {"pinned_bytes_max": "16MiB", "durability": "step"},
@@ -457,7 +460,8 @@ def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_left(
 def test_nothing_is_loaded_or_noted_where_no_monitor_is_enabled_and_nothing_printed() -> None:
     program = """
 import sys, torch, infinity
-engine, *_ = infinity.initialize(model=torch.nn.Linear(2, 2), config={"wandb": {"enabled": False}, "steps_per_print": 0})
+config = {"optimizer": {"type": "AdamW"}, "wandb": {"enabled": False}, "steps_per_print": 0}
+engine, *_ = infinity.initialize(model=torch.nn.Linear(2, 2), config=config)
 engine.backward(engine(torch.ones(1, 2)).mean())
 assert not engine._progress._losses and not engine.monitor.enabled
 engine.step()

@@ -54,7 +54,13 @@ def batch(step: int) -> torch.Tensor:
 def config(path: Path | None = None, device: str = "none", **changes: Any) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(path)} if path is not None else {"device": device}
     zero = {"stage": 3, "offload_param": place, "offload_optimizer": place, "stage3_param_persistence_threshold": 0}
-    return {"zero_optimization": zero, "infinity": {"pinned_bytes_max": "16MiB"}, **changes}
+    return {
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "infinity": {"pinned_bytes_max": "16MiB"},
+        **changes,
+    }
 
 
 STEPS = 5
@@ -189,7 +195,7 @@ def _in_groups(parameters: Any, make: Callable[[Any], Optimizer]) -> Optimizer:
             ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True, "adam_w_mode": "false"}),
             lambda p: Adam(p, lr=1e-2, weight_decay=0.1, fused=True),
         ),
-        (("AdamW", {"lr": 1e-2, "adam_w_mode": False}), lambda p: AdamW(p, lr=1e-2, fused=True)),
+        (("AdamW", {"lr": 1e-2, "torch_adam": True}), lambda p: AdamW(p, lr=1e-2, fused=True)),
     ],
 )
 def test_the_config_s_optimizer_equals_torch_s(written: Any, make: Any, device: str, nvme_path: Path) -> None:
@@ -494,6 +500,8 @@ def test_small_moments_are_adam_s_on_nvme(kind: str, where: str, value: str, why
     place = {"device": where, "nvme_path": str(nvme_path)}
     config = {
         "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {"moments_dtype": value},
     }

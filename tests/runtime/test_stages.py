@@ -51,7 +51,11 @@ def test_a_ratio_keeps_its_part_of_the_state_in_host_memory(nvme_path: Path) -> 
     for ratio in (1.0, 0.5):
         place = {"device": "nvme", "nvme_path": str(nvme_path)}
         zero = {"stage": 3, "offload_param": place, "offload_optimizer": {**place, "ratio": ratio}}
-        config = {"zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}}
+        config = {
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+            "gradient_clipping": 0.0,
+            "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+        }
         engine, *_ = infinity.initialize(model=stages.model(512), config=config)
         with engine:
             assert engine.swap is not None

@@ -673,6 +673,8 @@ def test_the_loader_that_initialize_made_is_gone_through_again_and_again(nvme_pa
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 3,
             "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(nvme_path)}},
             "infinity": {"pinned_bytes_max": "16MiB"},
         },

@@ -286,6 +286,8 @@ def test_in_the_backward_none_waits(nvme_path: Path) -> None:
     model = Model()
     config = {
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "nvme", "nvme_path": str(nvme_path)},

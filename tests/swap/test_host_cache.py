@@ -124,6 +124,8 @@ def started(
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": place,

@@ -37,6 +37,7 @@ def engine_of(groups: int, sub_groups: int, update: str, nvme_path: Path, **own:
     config = {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": place,

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def engine(nvme_path: Path) -> Iterator[infinity.Engine]:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     config = {
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": place,

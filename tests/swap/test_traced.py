@@ -44,6 +44,7 @@ def made(nvme_path: Path, update: str, **own: Any) -> infinity.Engine:
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 0.0 if update == "backward" else 1.0,
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,
             "offload_param": drive,
