@@ -113,7 +113,7 @@ def test_defaults() -> None:
     assert (config.aio.block_size, config.aio.queue_depth, config.aio.intra_op_parallelism) == (1 << 20, 32, 1)
     assert (config.fp16.enabled, config.fp16.loss_scale, config.fp16.initial_scale_power) == (False, 0.0, 16)
     assert (config.fp16.loss_scale_window, config.fp16.hysteresis, config.fp16.min_loss_scale) == (1000, 2, 1.0)
-    assert (config.gradient_clipping, config.steps_per_print, config.bf16.enabled) == (0.0, 10, False)
+    assert (config.gradient_clipping, config.steps_per_print, config.bf16.enabled) == (1.0, 10, False)
     assert (config.optimizer, config.scheduler, config.auto, config.ignored) == (None, None, (), ())
     own = config.infinity
     assert (own.pinned_bytes_max, own.wrap, own.backend, own.rings) == ("auto", "auto", "auto", 1)
@@ -568,7 +568,7 @@ OF_DEEPSPEED = """
     zero_optimization.reduce_scatter zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
     zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters
     zero_optimization.elastic_checkpoint zero_force_ds_cpu_optimizer zero_optimization.offload_optimizer.pipeline_write
-    prescale_gradients memory_breakdown nebula timers comms_logger
+    prescale_gradients memory_breakdown nebula timers comms_logger log_level zero_optimization.compute_grad_norm
     optimizer.params.set_grad_none scheduler.params.last_batch_iteration activation_checkpointing.profile
 """
 
@@ -641,15 +641,18 @@ def optimizer_of(kind: str, **params: Any) -> AdamConfig:
 @pytest.mark.parametrize(
     ("written", "params", "kind", "weight_decay"),
     [
-        ("AdamW", {}, "AdamW", 0.01),
-        ("adamw", {"adam_w_mode": False}, "AdamW", 0.01),
+        ("AdamW", {}, "AdamW", 0.0),
+        ("adamw", {"adam_w_mode": False}, "AdamW", 0.0),
+        ("AdamW", {"torch_adam": True}, "AdamW", 0.01),
+        ("Adam", {"torch_adam": "true"}, "AdamW", 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, "Adam", 0.0),
         ("Adam", {}, "AdamW", 0.0),
         ("ADAM", {"adam_w_mode": "true"}, "AdamW", 0.0),
         ("Adam", {"adam_w_mode": False}, "Adam", 0.0),
         ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", 0.1),
         ("Adam", {"weight_decay": 0.1}, "AdamW", 0.1),
         ("Adam", {"weight_decay": "auto"}, "AdamW", 0.0),
-        ("auto", {}, "AdamW", 0.01),
+        ("auto", {}, "AdamW", 0.0),
     ],
 )
 def test_optimizer_type_and_its_weight_decay(written: str, params: Any, kind: str, weight_decay: float) -> None:
@@ -657,10 +660,10 @@ def test_optimizer_type_and_its_weight_decay(written: str, params: Any, kind: st
     assert (optimizer.type, optimizer.weight_decay) == (kind, weight_decay)
 
 
-def test_optimizer_defaults_are_those_of_torch() -> None:
+def test_optimizer_defaults_are_those_of_deepspeed() -> None:
     optimizer = optimizer_of("AdamW", torch_adam=True, amsgrad=False, bias_correction="true")
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.torch_adam) == (1e-3, (0.9, 0.999), 1e-8, True)
-    assert AdamConfig() == AdamConfig(type="AdamW", weight_decay=0.01)
+    assert AdamConfig() == AdamConfig(type="AdamW", weight_decay=0.0)
 
 
 def test_schedulers_are_typed() -> None:
@@ -719,7 +722,7 @@ def test_auto_is_accepted_anywhere_and_listed() -> None:
     resolved = config.resolve(world_size=1, stage=3, offload_param_nvme_path="/mnt/x", total_num_steps=7, bf16=True)
     assert resolved.auto == ()
     assert (resolved.zero_optimization.stage, resolved.zero_optimization.offload_param.nvme_path) == (3, "/mnt/x")
-    assert (resolved.bf16.enabled, resolved.fp16.enabled, resolved.gradient_clipping) == (True, False, 0.0)
+    assert (resolved.bf16.enabled, resolved.fp16.enabled, resolved.gradient_clipping) == (True, False, 1.0)
     assert resolved.optimizer == AdamConfig()
     assert resolved.aio == AioConfig()
 
@@ -775,10 +778,11 @@ def test_what_is_written_is_not_overridden_by_the_caller() -> None:
     assert (config.optimizer.lr, config.gradient_clipping) == (1e-5, 2.0)
 
 
-def test_auto_gradient_clipping_is_the_callers() -> None:
-    config = load_config({"gradient_clipping": "auto"})
-    assert config.resolve(world_size=1, gradient_clipping=0.5).gradient_clipping == 0.5
-    assert config.resolve(world_size=1).gradient_clipping == 0.0
+@pytest.mark.parametrize("written", [{}, {"gradient_clipping": "auto"}])
+def test_gradient_clipping_that_is_not_written_is_the_callers(written: dict[str, Any]) -> None:
+    config = load_config(written)
+    assert config.resolve(world_size=1, gradient_clipping=0.0).gradient_clipping == 0.0
+    assert config.resolve(world_size=1).gradient_clipping == 1.0
 
 
 def test_gradients_that_are_to_be_seen_do_not_wait_on_nvme() -> None:

@@ -59,7 +59,11 @@ _DRIVE_SECONDS = 0.15
 
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon")
-_SETTINGS: dict[str, dict[str, Any]] = {"Adam": {"adam_w_mode": False}, "SGD": {"momentum": 0.9}}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"weight_decay": 0.01},
+    "Adam": {"adam_w_mode": False},
+    "SGD": {"momentum": 0.9},
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -41,7 +41,7 @@ class Block(BaseModel):
 
     ignored_keys: ClassVar[frozenset[str]] = frozenset()
     old_names: ClassVar[Mapping[str, str]] = {}
-    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {}
+    fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {}
 
 
 def key(default: Any, description: str, *, unit: str = "", in_deepspeed: str = "") -> Any:
@@ -229,10 +229,11 @@ class ZeroConfig(Block):
 
     ignored_keys = names_of(
         """
-        allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint enable_sanity_checks
-        fast_init grad_hooks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+        allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint
+        enable_sanity_checks fast_init grad_hooks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
         log_trace_cache_warnings memory_efficient_linear mics_hierarchical_params_gather overlap_comm
-        override_module_apply pipeline_loading_checkpoint reduce_scatter round_robin_gradients
+        override_module_apply parameter_alignment pipeline_loading_checkpoint reduce_scatter round_robin_gradients
+        save_muon_momentum_buffer_in_memory
         stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
         use_multi_rank_bucket_allreduce zenflow zero_quantized_gradients zero_quantized_nontrainable_weights
         zero_quantized_weights zeropp_loco_param

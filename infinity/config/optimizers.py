@@ -37,17 +37,15 @@ class AdamConfig(Block):
     )
     eps: Amount = key(1e-8, "Added to the denominator.")
     weight_decay: Amount = key(
-        0.01,
-        "Per unit of learning rate. The default is torch's for the type that is written: 0.01 for AdamW, 0 for Adam "
-        "whatever its `adam_w_mode`.",
-        in_deepspeed="0 for both types unless set: write it down to be sure.",
+        0.0,
+        "Per unit of learning rate. With `torch_adam` true, 0.01 is the default if it is decoupled, as in torch.",
     )
     torch_adam: Flag = key(
         False, "Accepted: the implementation is always torch's.", in_deepspeed="Chooses between torch's and its own."
     )
 
     ignored_keys = names_of("capturable cuda_aware foreach fused set_grad_none")
-    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {
+    fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {
         "amsgrad": (False, "the running maximum of AMSGrad is not kept"),
         "bias_correction": (True, "the update always corrects for bias"),
         "fp32_optimizer_states": (True, "the state is always fp32"),
@@ -70,7 +68,7 @@ class SGDConfig(Block):
     nesterov: Flag = key(False, "Whether the momentum looks ahead; needs `momentum` and no `dampening`.")
 
     ignored_keys = names_of("differentiable foreach fused torch_adam")
-    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {"maximize": (False, "losses are minimised")}
+    fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {"maximize": (False, "losses are minimised")}
 
 
 AdjustLr = Annotated[
@@ -92,7 +90,11 @@ class MuonConfig(Block):
     """
 
     type: Literal["Muon"] = key("Muon", "Names this optimizer: `torch.optim.Muon`.")
-    lr: Amount = key(1e-3, "Learning rate of both, where no scheduler sets it.")
+    lr: Amount = key(
+        1e-3,
+        "Learning rate of both, where no scheduler sets it.",
+        in_deepspeed="0.02 for matrices, 3e-4 for the rest unless set.",
+    )
     muon_lr: Amount | None = key(None, "Learning rate of the matrices, where it is another one.")
     adam_lr: Amount | None = key(None, "Learning rate of the rest, where it is another one.")
     momentum: Amount = key(0.95, "Decay of the running mean of a matrix's gradient.")
@@ -100,8 +102,10 @@ class MuonConfig(Block):
     ns_steps: Positive = key(5, "Newton-Schulz iterations; fewer than 100.")
     adjust_lr_fn: AdjustLr = "original"
     weight_decay: Amount = key(0.1, "Per unit of learning rate, of both.", in_deepspeed="0 unless set.")
-    betas: Annotated[tuple[float, float], BETAS] = key((0.9, 0.999), "AdamW's, of the rest.")
-    eps: Amount = key(1e-8, "AdamW's, of the rest.")
+    betas: Annotated[tuple[float, float], BETAS] = key(
+        (0.9, 0.999), "AdamW's, of the rest.", in_deepspeed="0.9 and 0.95 unless set."
+    )
+    eps: Amount = key(1e-8, "AdamW's, of the rest.", in_deepspeed="1e-10 unless set.")
 
     ignored_keys = names_of("torch_adam fused foreach")
 
@@ -134,7 +138,9 @@ class WarmupLRConfig(SchedulerBlock):
 
     type: Literal["WarmupLR"] = key("WarmupLR", "Names this schedule.")
     warmup_min_lr: Rates = key(0.0, "Learning rate at the start.")
-    warmup_max_lr: WarmupRates = 1e-3
+    warmup_max_lr: Rates | None = key(
+        None, 'Learning rate after the warmup; the optimizer\'s `lr` where absent or "auto".'
+    )
     warmup_num_steps: WarmupSteps = 1000
     warmup_type: WarmupShape = "log"
 

@@ -188,8 +188,8 @@ class _Reader:
         is_adam = kind in ("AdamW", "Adam")
         decoupled = is_adam and self._pop_flag(copied, "adam_w_mode", f"{where}.params.adam_w_mode", default=True)
         block = self.read_block(copied, _TYPED[where][kind], f"{where}.params")
-        if kind == "Adam":  # its default counts, even where it becomes AdamW
-            block.setdefault("weight_decay", 0.0)
+        if decoupled and str(copied.get("torch_adam")).lower() == "true":  # torch.optim.AdamW, whose default counts
+            block.setdefault("weight_decay", 0.01)
         values[where] = {**block, "type": "AdamW" if decoupled else kind}
 
     def _replace_deprecated(self, source: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class _Reader:
             self.problems.append(f"{path}: got {shown(value)}, expected true or false")
             return default
 
-    def _check_fixed(self, value: Any, path: str, wanted: bool, reason: str) -> None:
+    def _check_fixed(self, value: Any, path: str, wanted: bool | str, reason: str) -> None:
         if value not in (None, "auto") and (
             not isinstance(value, (bool, str)) or str(value).lower() != str(wanted).lower()
         ):

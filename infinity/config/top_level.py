@@ -42,12 +42,17 @@ class TopLevel(Block):
     gradient_accumulation_steps: Positive | None = key(
         None, "Micro-batches per optimizer step, each a forward and a backward.", unit="micro-batches"
     )
-    gradient_clipping: Amount = key(0.0, "Largest norm of the whole gradient; 0 does not clip.", unit="norm")
+    gradient_clipping: Amount = key(
+        1.0,
+        "Largest norm of the whole gradient; 0 does not clip.",
+        unit="norm",
+        in_deepspeed="0 unless set, before 0.19.8.",
+    )
     steps_per_print: Annotated[int, INTERVAL] = key(
         10,
         "Optimizer steps between two progress lines; 0 (or Infinity) prints none.",
         unit="steps",
-        in_deepspeed="Printed by a logger of its own; here by the logger named infinity, at level INFO.",
+        in_deepspeed="Prints none unless set, by a logger of its own; here by the logger named infinity, at level INFO.",
     )
     wall_clock_breakdown: Flag = key(
         False,
@@ -65,7 +70,8 @@ class TopLevel(Block):
         "Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full.",
     )
     optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = key(
-        None, "The optimizer; the caller brings one when absent."
+        None,
+        "The optimizer; the caller brings one when absent. Without either, a model can be run, not trained.",
     )
     scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = key(
         None, "The learning-rate schedule; constant, or the caller's, when absent."
@@ -87,8 +93,8 @@ class TopLevel(Block):
     ignored_keys = names_of(
         """
         aot autotuning checkpoint comms_logger compile
-        data_parallel_size data_types disable_allgather eigenvalue
-        fp32_allreduce gradient_predivide_factor graph_harvesting hybrid_engine inference memory_breakdown
+        data_parallel_size data_types datastates_ckpt disable_allgather disable_python_gc eigenvalue
+        fp32_allreduce gradient_predivide_factor graph_harvesting hybrid_engine inference log_level memory_breakdown
         mesh_param nebula pipeline prescale_gradients seq_parallel_communication_data_type
         sparse_attention sparse_gradients timers use_data_before_expert_parallelism
         use_node_local_storage vocabulary_size weight_quantization zero_allow_untested_optimizer
@@ -97,10 +103,15 @@ class TopLevel(Block):
     )
     old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
+    fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {
+        "gradient_allreduce_op": ("mean", "gradients are averaged over the ranks"),
+        "managed_gradient_accumulation": (True, "the engine counts the backwards of a step"),
+    }
+
     feature_keys: ClassVar[frozenset[str]] = names_of(
         """
-        amp compression_training curriculum_learning data_efficiency elasticity progressive_layer_drop quantize_training
-        sequence_parallel_size tensor_parallel torch_autocast
+        amp compression_training curriculum_learning data_efficiency elasticity expert_parallel
+        progressive_layer_drop quantize_training sequence_parallel_size tensor_parallel torch_autocast
         """
     )
     """Keys that change what is computed once they are on (an `enabled`, a size above 1): refused then, ignored otherwise."""

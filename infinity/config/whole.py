@@ -199,6 +199,8 @@ def _fill_autos(
             value = values.get("optimizer", {}).get("lr", caller.get("lr"))
         if value is not None:
             _put(values, path, value)
+    if caller.get("gradient_clipping") is not None:  # a trainer that clips does so where the config doesn't say
+        values.setdefault("gradient_clipping", caller["gradient_clipping"])
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:

@@ -52,7 +52,8 @@ def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSchedu
         return LambdaLR(optimizer, ratio)
     if isinstance(config, OneCycleConfig):
         return OneCycle(optimizer, config)
-    groups = len(optimizer.param_groups)
+    groups = optimizer.param_groups
+    highest = config.warmup_max_lr if config.warmup_max_lr is not None else tuple(group["lr"] for group in groups)
     rates: list[Callable[[int], float]] = [
         WarmupRate(
             warmup_num_steps=_at_least_two(config.warmup_num_steps),
@@ -64,8 +65,8 @@ def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSchedu
             ),
         )
         for low, high in zip(
-            _per_group(config.warmup_min_lr, groups, "warmup_min_lr"),
-            _per_group(config.warmup_max_lr, groups, "warmup_max_lr"),
+            _per_group(config.warmup_min_lr, len(groups), "warmup_min_lr"),
+            _per_group(highest, len(groups), "warmup_max_lr"),
             strict=True,
         )
     ]

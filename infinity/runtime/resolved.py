@@ -39,6 +39,8 @@ class Resolved:
     compute_dtype: torch.dtype
     """In which parameters are gathered and compute."""
     mixed_precision: MixedPrecisionPolicy
+    trains: bool
+    """Whether somebody named an optimizer; without, the model is only run."""
 
     # How the model is sharded.
 
@@ -94,6 +96,7 @@ def resolve(
     numel: int,
     moments: tuple[str, ...],
     matrices: frozenset[str] = frozenset(),
+    trains: bool = True,
     device_type: str,
 ) -> Resolved:
     """Decide everything that follows from a config whose "auto" values are filled.
@@ -102,6 +105,7 @@ def resolve(
         ranks: of the whole training.
         numel: elements of the model.
         moments: what its optimizer keeps of each element, by name. matrices: the parameters, by name, that Muon updates.
+        trains: whether the config or the caller names an optimizer.
         device_type: of the device that computes, "cpu" or "cuda".
 
     Raises ConfigError where the config asks for what can't be had together.
@@ -129,6 +133,7 @@ def resolve(
             param_dtype=None if compute_dtype is torch.float32 else compute_dtype,
             reduce_dtype=torch.float32 if infinity.reduce_dtype == "fp32" else torch.bfloat16,
         ),
+        trains=trains,
         offload_policy=_offload_policy(config, device_type),
         shard_ranks=shard_ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
@@ -153,6 +158,11 @@ def report_config(config: Config) -> None:
         log.info("config keys without meaning here: %s", ", ".join(config.ignored))
     if "reduce_bucket_size" in config.zero_optimization.model_fields_set:  # docs/config.md says why
         log.info("config keys that are not acted on: zero_optimization.reduce_bucket_size")
+    if "gradient_clipping" not in config.model_fields_set:
+        log.info(
+            "gradient_clipping is %g, as the config doesn't set it: DeepSpeed's default since 0.19.8; 0 does not clip",
+            config.gradient_clipping,
+        )
     if config.dump_state:
         log.info("config: %s", config.model_dump_json(indent=2))
 

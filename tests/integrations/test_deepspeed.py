@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -13,10 +15,14 @@ from typing import Any
 import launch
 import pytest
 import torch
+from packaging.version import Version
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: tools/test_integration.sh deepspeed")
 
+from infinity.config import Config
+from infinity.config.known import NESTED
+from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
 from infinity.integrations import deepspeed as ours
 from infinity.integrations.aio_handle import AioHandle
 
@@ -24,8 +30,102 @@ launch.import_also("deepspeed", "few_kernels")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "integrations" / "deepspeed_nvme.py"
 SMALL = ["--hidden-size", "128", "--layers", "2", "--steps", "4"]
+NO_DEFAULT = object()
 COMPILING_SECONDS = 2400
 """DeepSpeed compiles four extensions before its first step: two minutes, or half an hour on a machine with other work."""
+
+
+def defaults_of_deepspeed() -> dict[str, dict[str, Any]]:
+    """Each block's keys and their defaults, from DeepSpeed's own classes. At the top level also the keys that it asks for."""
+    from deepspeed.monitor import config as monitors
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    def of_model(model: Any) -> dict[str, Any]:
+        made = model()
+        return {field.alias or name: getattr(made, name) for name, field in model.model_fields.items()}
+
+    def of_call(function: Any) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.items()
+        return {name: p.default for name, p in parameters if p.default is not p.empty}
+
+    class Asked(dict[str, Any]):
+        """A config that notes what it is asked for."""
+
+        def __contains__(self, key: object) -> bool:
+            top.setdefault(str(key), NO_DEFAULT)
+            return super().__contains__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            top.setdefault(key, NO_DEFAULT)
+            return super().get(key, default)
+
+        def keys(self) -> Any:
+            return self
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    top: dict[str, Any] = {}
+    made = vars(DeepSpeedConfig(Asked(train_batch_size=1)))
+    top |= {name: made.get(name, default) for name, default in top.items()}
+    zero = of_model(DeepSpeedZeroConfig)
+    assert zero.pop("offload_param") is zero.pop("offload_optimizer") is None
+    adam = [
+        {key: value for key, value in of_call(kind).items() if "w_mode" not in key}
+        for kind in (FusedAdam, DeepSpeedCPUAdam)
+    ]
+    return {
+        "": top,
+        "zero_optimization": {key: value for key, value in zero.items() if not key.startswith("cpu_offload")},
+        "zero_optimization.offload_param": of_model(DeepSpeedZeroOffloadParamConfig),
+        "zero_optimization.offload_optimizer": of_model(DeepSpeedZeroOffloadOptimizerConfig),
+        "aio": AIO_DEFAULT_DICT,
+        "fp16": of_model(DeepSpeedFP16Config),
+        "bf16": of_model(DeepSpeedBF16Config),
+        "activation_checkpointing": vars(DeepSpeedActivationCheckpointingConfig({})),
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        "tensorboard": of_model(monitors.TensorBoardConfig),
+        "csv_monitor": of_model(monitors.CSVConfig),
+        "wandb": of_model(monitors.WandbConfig),
+        "comet": of_model(monitors.CometConfig),
+        "AdamW": adam[0] | adam[1],
+        "Adam": adam[1] | adam[0],
+        "SGD": of_call(torch.optim.SGD),
+        **{name: of_call(getattr(lr_schedules, name)) for name in SCHEDULERS},
+    }
+
+
+@pytest.mark.skipif(Version(importlib.metadata.version("deepspeed")) < Version("0.19.8"), reason="an older DeepSpeed")
+def test_a_key_that_is_not_written_means_what_it_means_there() -> None:
+    """Every key of DeepSpeed's is known here, and has its default, unless the reference says what is otherwise."""
+    blocks: dict[str, Any] = {"": Config, **NESTED, **OPTIMIZERS, **SCHEDULERS}
+    derived = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    elsewhere = {"communication_data_type", "adam_w_mode", "adamw_mode"}  # read.py reads them
+    for path, theirs in defaults_of_deepspeed().items():
+        block = blocks[path]
+        known = {*block.model_fields, *block.ignored_keys, *block.old_names, *block.fixed_keys, *elsewhere}
+        known |= Config.feature_keys if path == "" else set()
+        assert theirs.keys() <= known, (path, theirs.keys() - known)
+        compared = 0
+        for name in block.model_fields.keys() & theirs.keys() - derived:
+            field, their = block.model_fields[name], theirs[name]
+            if their is NO_DEFAULT or field.json_schema_extra["in_deepspeed"]:
+                continue
+            our = field.get_default(call_default_factory=True)
+            assert our == (tuple(their) if isinstance(their, list) else their), (path, name, our, their)
+            compared += 1
+        assert compared, path
 
 
 @pytest.fixture

@@ -125,6 +125,10 @@ def test_one_cycle_leaves_momentum_alone_when_told_or_when_there_is_none() -> No
     assert "betas" not in plain.param_groups[0]
 
 
+def test_warmup_without_a_maximum_ends_at_the_rate_of_the_optimizer() -> None:
+    assert rates("WarmupLR", 4, lr=0.25, warmup_num_steps=2, warmup_type="linear")[-1] == 0.25
+
+
 def test_groups_may_have_their_own_rates() -> None:
     optimizer, scheduler = make("WarmupLR", groups=2, warmup_max_lr=[1.0, 0.1], warmup_num_steps=2)
     for _ in range(3):
