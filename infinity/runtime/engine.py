@@ -136,6 +136,7 @@ class Engine(Passes):
         the next backward.
         """
         with self._in_pass("a step"), self._timing("step"):
+            self._check_trains()
             if not self.is_gradient_accumulation_boundary():
                 return
             self._guard.settle()

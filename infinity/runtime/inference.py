@@ -120,6 +120,7 @@ def init_inference(
                 ranks=dist.get_world_size(),
                 numel=sum(p.numel() for p in model.parameters()),
                 moments=(),
+                trains=False,
                 device_type=compute_device().type,
             )
         check_alike(model, weights)

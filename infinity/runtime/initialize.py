@@ -66,7 +66,7 @@ def initialize(
     init_fn: InitFn | None = None,
     auto: Mapping[str, Any] | None = None,
     resume: bool | Literal["must"] = False,
-) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
+) -> tuple[Engine, Any, Any, Any]:
     """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
 
     Args:
@@ -74,8 +74,8 @@ def initialize(
         model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place. All ranks
             build it alike; the values of its parameters and buffers are those of rank 0.
         optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
-            the config's. With NVMe it is Adam, AdamW, SGD or another one that updates each element by itself, and another
-            object takes its place; else it is kept.
+            the config's. Without either, the model can be run, not trained. With NVMe it is Adam, AdamW, SGD or another one
+            that updates each element by itself, and another object takes its place; else it is kept.
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned, each rank's share in an order that is drawn with seed 0
             (`loader.sampler.set_epoch(n)` draws another).
@@ -96,7 +96,7 @@ def initialize(
             CheckpointError there, for a run that has begun.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
-    Returns (engine, optimizer, data loader or None, lr scheduler or None).
+    Returns (engine, optimizer or None, data loader or None, lr scheduler or None).
 
     A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step, on all ranks
     when on one; nothing is left behind.
@@ -132,6 +132,7 @@ def initialize(
                 numel=sum(p.numel() for p in model.parameters()),
                 moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
                 matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
+                trains=optimizer is not None or settled.optimizer is not None,
                 device_type=compute_device().type,
             )
         check_alike(model, weights)
@@ -186,7 +187,7 @@ def initialize(
             undo.callback(monitors.close)
             engine.report_to(monitors)
         undo.pop_all()
-    return engine, made, loader, schedule
+    return engine, made if resolved.trains else None, loader, schedule
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

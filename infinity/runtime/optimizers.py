@@ -150,7 +150,7 @@ def make_optimizer(
 
 
 def _adam(config: Config) -> dict[str, Any]:
-    """Arguments of torch.optim.Adam."""
+    """Arguments of torch.optim.Adam; those of a model that is only run are never used."""
     chosen = config.optimizer if isinstance(config.optimizer, AdamConfig) else AdamConfig()
     settings = chosen.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     return settings | {"fused": config.infinity.fused, "decoupled_weight_decay": chosen.type == "AdamW"}

@@ -104,6 +104,7 @@ class Passes(DeepSpeedSurface):
             for loss in losses:
                 if loss.numel() != 1:
                     raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+            self._check_trains()
             _check_none_unfrozen(self.module, self._frozen)
             self._guard.settle()
             self._guard.check_gradients_whole()
@@ -121,6 +122,13 @@ class Passes(DeepSpeedSurface):
                 self._vertical.end()
                 self._progress.end_backward(losses, parts)
             return divided[::-1]
+
+    def _check_trains(self) -> None:
+        if not self._resolved.trains:
+            raise ConfigError(
+                'there is no optimizer to train with: name one in the config, such as "optimizer": {"type": "AdamW", "params": '
+                '{"lr": 1e-4}}, or pass optimizer= to initialize'
+            )
 
     # A whole step.
 

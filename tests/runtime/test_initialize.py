@@ -60,7 +60,14 @@ def config(path: Path | str, **changes: Any) -> dict[str, Any]:
     }
     zero.update(changes.pop("zero_optimization", {}))
     own = {"pinned_bytes_max": "16MiB", **changes.pop("infinity", {})}
-    return {"bf16": {"enabled": True}, "zero_optimization": zero, "infinity": own, **changes}
+    return {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "infinity": own,
+        **changes,
+    }
 
 
 def one_step(engine: infinity.Engine) -> float:
@@ -73,6 +80,33 @@ def one_step(engine: infinity.Engine) -> float:
 def refused(error: type[Exception], pattern: str, settings: Any, **arguments: Any) -> None:
     with pytest.raises(error, match=pattern):
         infinity.initialize(model=arguments.pop("model", None) or model(), config=settings, **arguments)
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_without_an_optimizer_a_model_is_run_and_not_trained(
+    device: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(nvme_path)
+    del settings["optimizer"], settings["gradient_clipping"]
+    settings["zero_optimization"]["offload_param"] = settings["zero_optimization"]["offload_optimizer"] = {
+        "device": device, "nvme_path": str(nvme_path),
+    }  # fmt: skip
+    with caplog.at_level("INFO", "infinity"):
+        engine, optimizer, *_ = infinity.initialize(model=model(), config=settings)
+    assert optimizer is None
+    assert "gradient_clipping is 1, as the config doesn't set it" in caplog.text
+    with engine:
+        output = engine(torch.ones(2, 8))
+        for train in (
+            lambda: engine.backward(output.float().mean()),
+            lambda: engine.train_batch(iter([(torch.ones(2, 8), None)]), loss_fn=lambda out, _: out.float().mean()),
+            engine.step,
+        ):
+            with pytest.raises(
+                infinity.ConfigError, match="there is no optimizer to train with: name one in the config"
+            ):
+                train()
+        assert torch.equal(engine(torch.ones(2, 8)), output)
 
 
 def test_a_path_that_cannot_be_made(nvme_path: Path) -> None:
@@ -231,7 +265,14 @@ def test_nvme_needs_stage_3(nvme_path: Path, stage: int) -> None:
         ({"zero_optimisation": {}}, "zero_optimization"),
         ({"infinity": {"wrap": ["Blok"]}}, "Blok.*Linear"),
         ({"infinity": {"backend": "libaio"}}, "libaio"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}}, "differ"),
+        (
+            {
+                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}},
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}},
+            },
+            "differ",
+        ),
         ({"optimizer": {"type": "Lion"}}, "Lion"),
     ],
 )
@@ -330,7 +371,12 @@ def own_logger() -> Iterator[None]:
 def test_a_script_that_sets_up_no_logging_sees_what_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"steps_per_print": 1, "dump_state": True, "comms_logger": {"enabled": True}}
+    settings = {
+        "optimizer": {"type": "AdamW"},
+        "steps_per_print": 1,
+        "dump_state": True,
+        "comms_logger": {"enabled": True},
+    }
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for _ in range(2):
         engine, *_ = infinity.initialize(model=model(), config=settings)
