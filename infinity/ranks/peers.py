@@ -119,7 +119,9 @@ class Peers:
         self._can_abort = any(_can_abort(group) for group in groups)
         self._store = groups[0].get_group_store()
         self._links = find_links(self._store)
-        self._watcher = threading.Thread(target=self._watch, name="infinity-peers", daemon=True)
+        self._watcher = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._closing), name="infinity-peers", daemon=True
+        )
         self._watcher.start()
 
     def check(self) -> None:
@@ -293,23 +295,33 @@ class Peers:
                 with contextlib.suppress(RuntimeError):  # it has ended already
                     group.abort()
 
-    def _watch(self) -> None:
-        while not self._closing.wait(_LOOK_SECONDS):
-            running = self._pass()
-            seen = replace(running) if running is not None else _Pass()
-            running = None  # it goes with the frame that runs it
-            try:
-                cause = self._known_cause()
-                if cause is None and seen.number:
-                    late = time.monotonic() - seen.entered > GRACE_SECONDS
-                    parted = self._parted_ways(seen) if late else None
-                    cause = self._settled_cause(parted) if parted is not None else None
-            except (RuntimeError, OSError):
-                return
-            if cause is not None and (self._can_abort or cause.rank == _NOBODY):
-                self._cause = self._cause or cause
-                self._end_operations()
-                return
+    def look(self) -> bool:
+        """For the watcher: end this rank's operations if the ranks have parted. Whether there is nothing more to look for."""
+        running = self._pass()
+        seen = replace(running) if running is not None else _Pass()
+        running = None  # it goes with the frame that runs it
+        try:
+            cause = self._known_cause()
+            if cause is None and seen.number:
+                late = time.monotonic() - seen.entered > GRACE_SECONDS
+                parted = self._parted_ways(seen) if late else None
+                cause = self._settled_cause(parted) if parted is not None else None
+        except (RuntimeError, OSError):
+            return True
+        if cause is None or not (self._can_abort or cause.rank == _NOBODY):
+            return False
+        self._cause = self._cause or cause
+        self._end_operations()
+        return True
+
+
+def _watch(peers: weakref.ref[Peers], closing: threading.Event) -> None:
+    """The watcher, until `close`, or until nobody holds the peers any more."""
+    while not closing.wait(_LOOK_SECONDS):
+        watched = peers()
+        if watched is None or watched.look():
+            return
+        del watched
 
 
 def _while_the_store_lasts() -> contextlib.AbstractContextManager[None]:
