@@ -73,6 +73,8 @@ class InferenceEngine:
         """Give memory and files back. The model can't be used any more; idempotent."""
         if self._closed:
             return
+        if self.swap is not None:
+            self.swap.paging.check_thread()
         self._closed = True
         try:
             if self.swap is not None:

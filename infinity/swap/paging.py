@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -338,8 +339,8 @@ class Paging:
 
     def check_thread(self) -> None:
         """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads]."""
-        if threading.get_ident() == self._thread or in_backward():
-            return
+        if threading.get_ident() == self._thread or in_backward() or self._thread not in sys._current_frames():
+            return  # or that thread has ended
         model = self._model() if self._model is not None else None
         if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
             raise InfinityError(

@@ -465,6 +465,7 @@ def test_a_call_on_another_thread_leaves_a_step_alone_and_waits_for_no_end(
         engine.load_checkpoint(tmp_path, "meanwhile")
         assert engine.global_steps == 2
         assert [step(engine)] == expected[2:] and same(after, weights(engine))
+        assert elsewhere(lambda: engine(batch(0))) is None  # a thread that has ended does not keep others out
     assert found == expected
 
 
