@@ -89,6 +89,11 @@ def test_every_note_that_is_cited_is_written(pages: Path) -> None:
     assert written and cited - written - {"..."} == set()
 
 
+def test_the_quickstart_shows_the_program_that_is_run() -> None:
+    (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "quickstart.md").read_text(), re.M | re.S)
+    assert shown == (ROOT / "examples" / "quickstart.py").read_text()
+
+
 @pytest.mark.parametrize("link", BROKEN)
 def test_checker_catches_a_broken_link(pages: Path, link: str) -> None:
     break_link(pages, link)
