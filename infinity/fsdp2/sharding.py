@@ -117,6 +117,12 @@ def _all_groups(model: nn.Module) -> list[Any]:
     return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups_of(state)]
 
 
+def held_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Those that the groups of a root shard, and what they are gathered as."""
+    held = [parameter for group in _all_groups(model) for parameter in group.fsdp_params]
+    return {getattr(p, name) for p in held for name in ("sharded_param", "_unsharded_param") if hasattr(p, name)}
+
+
 def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Around each `state_dict` of a group's module: FSDP2 releases what is gathered for it, which may be in use on the thread
     that trains."""

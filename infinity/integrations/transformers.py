@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.extras import needs
@@ -169,8 +168,6 @@ class InfinityTrainer(Trainer):
             self._schedule_of_config = self.engine.lr_scheduler
             self.accelerator.backward = self._backward
             self.accelerator._models.append(self.model)  # so that it is not prepared again
-            if hasattr(self.model, "generate"):
-                register_fsdp_forward_method(self.model, "generate")
         return self.engine
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:

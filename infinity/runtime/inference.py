@@ -18,7 +18,6 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, InfinityError
@@ -130,8 +129,6 @@ def init_inference(
         remember_sharded(model)
         with drawing_alike(), raise_on_all_ranks():
             give_values(model, resolved, swap, weights, None, None)
-        if hasattr(model, "generate"):
-            register_fsdp_forward_method(model, "generate")
         undo.pop_all()
     return InferenceEngine(model, swap, close_group)
 

@@ -41,6 +41,7 @@ def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, opti
     groups = []
     for group in grouped:
         members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+        members = [member[1] if isinstance(member, tuple) else member for member in members]  # of named_parameters()
         if not isinstance(optimizer, torch.optim.Optimizer):
             members = [member for member in members if member not in names or member.requires_grad]
         if any(member not in names for member in members):

@@ -23,6 +23,7 @@ from infinity.fsdp2.kept_state import KeptState
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.running_statistics import mixtures_explained
+from infinity.fsdp2.sharding import held_parameters
 from infinity.fsdp2.vertical import MicroBatch, Vertical
 from infinity.host_memory import available_bytes
 from infinity.ranks.peers import Peers
@@ -118,7 +119,16 @@ class Passes(DeepSpeedSurface):
             with self._guard.around(Pass.BACKWARD):
                 if self._resolved.updates_in_backward:
                     self._commits.make()
-                torch.autograd.backward(scaled, retain_graph=retain_graph)
+                try:
+                    torch.autograd.backward(scaled, retain_graph=retain_graph)
+                except RuntimeError as error:
+                    if "storage of size 0" not in str(error):
+                        raise
+                    raise InfinityError(
+                        "a second backward through the model (create_graph=True) needs parameters that were freed after the "
+                        "first: parameters on NVMe have theirs where all groups stay in the pinned pool (a larger "
+                        'infinity.pinned_bytes_max, infinity.update "step"); else leave second derivatives out'
+                    ) from error
                 self._vertical.end()
                 self._progress.end_backward(losses, parts)
             return divided[::-1]
@@ -336,8 +346,14 @@ def _epochs(loader: Any) -> Iterator[Any]:
 
 
 def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
-    """Raise ConfigError where a parameter of `frozen` requires a gradient now."""
-    for parameter, names in parameter_names(module).items() if frozen else ():
+    """Raise ConfigError where a parameter of `frozen` requires a gradient now, or one has come that is not sharded."""
+    held = held_parameters(module)
+    for parameter, names in parameter_names(module).items():
+        if held and parameter not in held:
+            raise ConfigError(
+                f"parameter {names[0]} was put into the model after initialize, so it is not sharded and not trained: change "
+                "the model (resize_token_embeddings, a new head, adapters) before initialize"
+            )
         if parameter.requires_grad and names[0] in frozen:
             raise ConfigError(
                 f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from infinity.activations.saved_tensors import Activations, make_activations
@@ -29,8 +29,10 @@ from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_
 from infinity.fsdp2.guarded import carry_hooks, guard
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import fingerprint, load_weights, stored_names
+from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.running_statistics import keep_statistics_in_fp32
 from infinity.fsdp2.scalars import hold_as_rows
+from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import is_sharded
 from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
 from infinity.runtime.resolved import Resolved, compute_device
@@ -52,6 +54,18 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
             "the model is sharded already, by fully_shard or by an earlier initialize: build it anew and pass that; a model "
             "that you shard yourself is paged with SwapManager.page(model)"
         )
+    for parameter, names in parameter_names(model).items():
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"parameter {names[0]} has strides {parameter.stride()} at shape {tuple(parameter.shape)}, and is sharded by "
+                "rows that lie one behind the other: make it contiguous (p.data = p.data.contiguous()) before initialize"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'} makes sparse gradients, which are not reduced: set its sparse=False, which gives the "
+                "same gradient, dense"
+            )
     if weights is not None:
         check_adapters(model)
     check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
@@ -144,6 +158,10 @@ def shard_and_page(
             notes.append(
                 f"updates are made in the backward, ahead of the step, in {second} more on NVMe (infinity.update)"
             )
+    else:
+        name_parameters(model)
+    if hasattr(model, "generate"):  # PEFT's calls a part of the model, whose embedding the root gathers
+        register_fsdp_forward_method(model, "generate")
     live = None
     if resolved.config.zero_optimization.stage >= 3:
         passes = resolved.backwards_per_step

@@ -64,6 +64,8 @@ def _save(
     if arguments.get("state_dict") is not None:
         save(module, save_directory, **arguments)
         return
+    if "state_dict" not in names:
+        save = partial(_save_state_dict, save)
     if "max_shard_size" in names:
         arguments.setdefault("max_shard_size", SAFETENSORS_BYTES_MAX)
     folder, writes = Path(save_directory), dist.get_rank() == 0
@@ -89,6 +91,17 @@ def _save(
             work.remove()
 
 
+def _save_state_dict(save: Any, module: nn.Module, folder: Any, *, state_dict: Any, **arguments: Any) -> None:
+    """With a function that takes no state dict, as that of diffusers, but asks the module."""
+    before = {name: value for name, value in vars(module).items() if name == "state_dict"}
+    vars(module)["state_dict"] = lambda *args, **kwargs: state_dict
+    try:
+        save(module, folder, **arguments)
+    finally:
+        del vars(module)["state_dict"]
+        vars(module).update(before)
+
+
 def _make_work_folder(folder: Path) -> WorkFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +124,8 @@ def _mapped(module: nn.Module, staged: Path) -> dict[str, torch.Tensor]:
 
 def _describe(module: Any, folder: Path, engine: Engine) -> None:
     """The dtype that is stored; Hugging Face's own takes the masters' for it."""
+    if not hasattr(getattr(module, "config", None), "save_pretrained"):
+        return  # no model of transformers
     dtype_16 = torch.float16 if engine.fp16_enabled() else torch.bfloat16
     module.config.dtype = dtype_16 if engine.fp16_enabled() or engine.bfloat16_enabled() else torch.float32
     module.config.save_pretrained(folder)

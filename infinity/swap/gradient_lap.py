@@ -166,10 +166,11 @@ class GradientLap:
 
     def check_applied(self, settings: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than a step with these would."""
-        if self._applied and (grad_scale != 1.0 or any(settings[p] != used for p, used in self._applied.items())):
+        if self._applied and (grad_scale != 1.0 or any(settings.get(p) != used for p, used in self._applied.items())):
             raise InfinityError(
-                "the gradients were applied in the backward already, with other settings than those of this step: set the "
-                'learning rate before the backward, or infinity.update (PagingOptions.update) to "forward"'
+                "the gradients were applied in the backward already, with other settings than those of this step, or to other "
+                "parameters: set the learning rate and param_groups before the backward, or infinity.update "
+                '(PagingOptions.update) to "forward"'
             )
 
     def end(self) -> None:

@@ -30,6 +30,7 @@ from infinity.aio import PoolPart
 from infinity.errors import IN_CHILD, InfinityError
 from infinity.fsdp2.experts import Expert, routed_experts
 from infinity.fsdp2.guarded import carry_hooks, guard, outside_inference_mode
+from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
@@ -154,6 +155,7 @@ class Paging:
     ) -> None:
         """From now on the model has the paged tensors, and its passes are followed."""
         install(model, dict(replacements))
+        name_parameters(model)
         guard(model)
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
