@@ -348,12 +348,14 @@ def _epochs(loader: Any) -> Iterator[Any]:
 def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
     """Raise ConfigError where a parameter of `frozen` requires a gradient now, or one has come that is not sharded."""
     held = held_parameters(module)
-    for parameter, names in parameter_names(module).items():
-        if held and parameter not in held:
+    for parameter in module.parameters():
+        if parameter not in held:
+            name, *_ = parameter_names(module)[parameter]
             raise ConfigError(
-                f"parameter {names[0]} was put into the model after initialize, so it is not sharded and not trained: change "
-                "the model (resize_token_embeddings, a new head, adapters) before initialize"
+                f"parameter {name} was put into the model after initialize, so it is not sharded and not trained: change the "
+                "model (resize_token_embeddings, a new head, adapters) before initialize"
             )
+    for parameter, names in parameter_names(module).items() if frozen else ():
         if parameter.requires_grad and names[0] in frozen:
             raise ConfigError(
                 f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
