@@ -1,6 +1,6 @@
 """Step a model that would not fit: 1 B parameters under a hard limit of 4 GiB, then plain PyTorch under the same.
 
-python examples/does_not_fit.py                               three steps; needs 14 to 22 GB on the drive
+python examples/does_not_fit.py                               three steps; needs 13 to 21 GiB on the drive
 python examples/does_not_fit.py --params 200M --limit 2GiB    a smaller one
 """
 
@@ -65,6 +65,10 @@ def main(argv: list[str] | None = None) -> int:
             style="yellow",
         )
         return 0
+    console.print(
+        f"{args.params} parameters take {args.steps} steps within {args.limit} of memory, with {format_bytes(needed)} or more "
+        f"in {args.nvme_path}; then the same is tried in memory. About {1 + 4 * args.numel / 1e9:.0f} minutes on two cores."
+    )
     with memory_limit(args.limit_bytes) as limit, tempfile.TemporaryDirectory() as scratch:
         if limit is None:
             console.print("this system lets us set no limit: the steps run without one", style="yellow")
@@ -130,8 +134,33 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
     moved = summary["read_bytes_per_param"], summary["written_bytes_per_param"]
     table.add_row("moved per parameter", f"{moved[0]:.1f} B read, {moved[1]:.1f} B written a step", "–")
     if (bound := summary["drive_seconds"]) is not None:
-        table.add_row("the step's bytes take the drive", f"{bound:.1f} s", "–")
+        table.add_row("drive time for the same bytes", f"{bound:.1f} s", "–")
     console.print(table)
+    in_fp32 = "--gradient-bytes-max" in memory_of(args)
+    gradient_bytes = (4 if in_fp32 else 2) * summary["params"]
+    reasons = ["weights have 4 bytes and not 2, as this CPU computes in fp32: 16 B read"] if in_fp32 else []
+    if summary["gradient_bytes"] < 0.9 * gradient_bytes:
+        reasons.append(
+            f"most gradients, {gradient_bytes // summary['params']} B per parameter, are written and read again, as "
+            f"{args.limit} have no room for them"
+        )
+    if reasons:
+        console.print(f"A step in bf16 whose gradients stay in memory reads 14 B. Here {'; and '.join(reasons)}.")
+    console.print()
+    if ended is not None and ended != "well":
+        console.print(
+            f"In memory, within {args.limit}: ended {ended}, after {summary['in_memory_ended_seconds']:.0f} s."
+        )
+    elif ended == "well":
+        console.print(f"In memory, the same fits within {args.limit}: ask for more --params.")
+    console.print(
+        f"With infinity, within {args.limit}: {len(losses)} steps, in {format_bytes(summary['peak_rss_bytes'])} at most.",
+        style="bold",
+    )
+    console.print(
+        f"Next: infinity-bench plan --params 8B --here {args.nvme_path} says what trains on this machine; docs/quickstart.md "
+        "trains a model of your own."
+    )
 
 
 if __name__ == "__main__":

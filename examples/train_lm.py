@@ -43,7 +43,7 @@ from rich.text import Text
 import infinity
 from infinity.cli.plain_torch import Usage
 from infinity.device import cpu_multiplies_fast_in, why_slow
-from infinity.units import format_bytes, format_count, parse_bytes, parse_count
+from infinity.units import GIB, format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
 TEXT_BYTES_MAX = 32 << 20
@@ -119,7 +119,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="don't time plain PyTorch in memory, which takes 18 bytes per parameter",
     )
-    parser.add_argument("--no-sample", action="store_true", help="don't sample text at the end")
+    parser.add_argument("--sample", action="store_true", help="sample text at the end; good text takes --steps 2000")
+    parser.add_argument("--no-sample", dest="sample", action="store_false", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
     parser.add_argument(
         "--trace",
@@ -314,6 +315,10 @@ def measure_drive(path: str, console: Console) -> infinity.DriveRates | None:
         return None
 
 
+def rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GIB:.2f} GiB/s"
+
+
 def rss_bytes() -> int:
     """Resident memory of this process now."""
     fields = Path("/proc/self/statm").read_text().split()
@@ -409,8 +414,8 @@ class progress_bar:
     def report(self, step: int, steps: int, record: dict[str, Any]) -> None:
         seconds = record["seconds"]
         text = (
-            f"loss {record['loss']:.3f}  {seconds:.2f} s/step  read {record['read_bytes'] / seconds / 1e9:.2f} GB/s  "
-            f"write {record['written_bytes'] / seconds / 1e9:.2f} GB/s  stall {record['stall_seconds']:.2f} s  "
+            f"loss {record['loss']:.3f}  {seconds:.2f} s/step  read {rate(record['read_bytes'] / seconds)}  "
+            f"write {rate(record['written_bytes'] / seconds)}  stall {record['stall_seconds']:.2f} s  "
             f"resident {format_bytes(rss_bytes())}"
         )
         if self.bar is not None and self.live is not None:
@@ -517,10 +522,8 @@ def show(console: Console, summary: dict[str, Any]) -> None:
             words = f"left out; {size('in_memory_bytes')} resident (computed: 16 B of state and gradients, no pool)"
             rows.append(("plain PyTorch in memory", words))
         if drive is not None:
-            read, write, mixed = (drive[f"{kind}_bytes_per_s"] / 1e9 for kind in ("read", "write", "mixed"))
-            rows.append(
-                ("drive, measured before", f"{read:.2f} GB/s read, {write:.2f} GB/s write, {mixed:.2f} GB/s mixed")
-            )
+            read, write, mixed = (rate(drive[f"{kind}_bytes_per_s"]) for kind in ("read", "write", "mixed"))
+            rows.append(("drive, measured before", f"{read} read, {write} write, {mixed} mixed"))
             rows.append(("  the step's bytes take it", f"{on_drive:.2f} s at its mixed rate"))
         if (bound := summary["lower_bound_seconds"]) is not None:
             which = (
@@ -589,7 +592,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 engine.save_checkpoint(args.save)
             except infinity.CheckpointError as error:
                 facts["save_failed"] = str(error)  # what was trained is told all the same
-        if not args.no_sample:
+        if args.sample:
             console.print("sampling ...")
             facts["samples"] = sample(engine, args)
         return summarize(engine, args, records, facts, rates, comparison)

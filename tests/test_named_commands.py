@@ -40,7 +40,11 @@ def named_commands() -> dict[str, str]:
 def recipe(target: str) -> list[str]:
     """The commands behind a target of make, with none for the environment before them."""
     made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [line for line in made.splitlines() if "setup_venv" not in line and "install Python" not in line]
+    return [
+        line
+        for line in made.splitlines()
+        if "setup_venv" not in line and "echo" not in line and "install Python" not in line
+    ]
 
 
 def by_ci(*steps: str) -> Callable[..., None]:
@@ -131,3 +135,16 @@ def test_each_command_that_is_named_has_a_short_form_and_the_other_way_round() -
 def test_it_works(command: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     SHORT[command](nvme_path, monkeypatch)
+
+
+def test_setting_up_says_that_it_is_at_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import setup_venv as setup
+
+    monkeypatch.setattr(setup, "PROGRESS_SECONDS", 0.05)
+    setup.run(["sleep", "0.2"], "it fails")
+    assert "setup: ... 0 s, and goes on" in capsys.readouterr().out
+    with pytest.raises(setup.SetupError, match="it fails"):
+        setup.run(["false"], "it fails")

@@ -137,7 +137,7 @@ def set_up(extras: list[str], this_python: bool) -> bool:
     package_digest = digest(file_digest("pyproject.toml", __file__), facts["version"], facts["torch"])
     with stamp.step("package", package_digest) as due:
         if due:
-            say("installing infinity and what it depends on, and compiling its extensions")
+            say("installing infinity and what it depends on, and compiling its extensions (one to three minutes)")
             pip("install", "--no-build-isolation", "--editable", ".")
             stamp.finish("extension", extension)
 
@@ -152,7 +152,7 @@ def set_up(extras: list[str], this_python: bool) -> bool:
     for extra in extras:
         with stamp.step(f"extra {extra}", package_digest) as due:
             if due:
-                say(f"installing what the extra '{extra}' asks for")
+                say(f"installing what the extra '{extra}' asks for (less than a minute)")
                 pip("install", "--no-build-isolation", f"infinity-offload[{extra}]")
     return stamp.did
 
@@ -260,7 +260,7 @@ def install_torch(stamp: Stamp) -> None:
             say("installing torch with CUDA, for the NVIDIA GPU of this machine (several GB: this takes a while)")
             pip("install", f"torch>={dotted(TORCH_OLDEST)},<{dotted(TORCH_UNTESTED)}")
             return
-        say(f"no NVIDIA GPU here: installing torch {TORCH_CPU}, the CPU build")
+        say(f"no NVIDIA GPU here: installing torch {TORCH_CPU}, the CPU build (200 MB to load, 700 MB in .venv)")
         impatient = ["--retries", "1", "--timeout", "20"]
         wanted = ["--no-deps", "--extra-index-url", TORCH_CPU_INDEX, f"torch=={TORCH_CPU}+cpu"]
         if pip_succeeds("install", *impatient, *wanted):
@@ -469,6 +469,8 @@ def build_requirements() -> list[str]:
     return requirements
 
 
+PROGRESS_SECONDS = 15
+
 PIP_ENVIRONMENT = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_NO_INPUT": "1",
@@ -491,16 +493,21 @@ def pip_succeeds(*arguments: str) -> bool:
 
 def run(command: list[str], if_it_fails: str, environment: dict[str, str] | None = None) -> None:
     """Run with its errors shown."""
-    done = subprocess.run(command, env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
+    if not works(command, environment, errors=None):
         raise SetupError(if_it_fails)
 
 
-def works(command: list[str], environment: dict[str, str] | None = None) -> bool:
-    """Run in silence; whether it succeeded."""
-    variables = {**os.environ, **(environment or {})}
-    done = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return done.returncode == 0
+def works(
+    command: list[str], environment: dict[str, str] | None = None, errors: int | None = subprocess.DEVNULL
+) -> bool:
+    """Run without output, but say now and then that it is at work; whether it succeeded."""
+    variables, nothing, began = {**os.environ, **(environment or {})}, subprocess.DEVNULL, time.monotonic()
+    with subprocess.Popen(command, env=variables, stdin=nothing, stdout=nothing, stderr=errors) as process:
+        while True:
+            try:
+                return process.wait(PROGRESS_SECONDS) == 0
+            except subprocess.TimeoutExpired:
+                say(f"... {time.monotonic() - began:.0f} s, and goes on")
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -61,6 +61,10 @@ def test_steps_within_a_limit_and_the_same_in_memory(nvme_path: Path, tmp_path: 
     summary = json.loads(result.read_text())
     assert len(summary["steps"]) == 2 and summary["peak_rss_bytes"] < 2 << 30
     assert summary["in_memory_ended"] == "well"  # so small a model does fit
+    begins, *_, fits, point, next_move = filter(None, done.stdout.splitlines())
+    assert "300k parameters take 2 steps within 2GiB of memory, with" in begins and "About 1 minutes" in begins
+    assert "In memory, the same fits within 2GiB" in fits and "docs/quickstart.md" in next_move
+    assert point.startswith("With infinity, within 2GiB: 2 steps, in ")
     assert "memory allowed" in done.stdout
     assert list(nvme_path.iterdir()) == []
 
