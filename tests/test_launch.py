@@ -89,6 +89,9 @@ def test_a_rank_that_fails_ends_the_others(written) -> None:  # type: ignore[no-
 
 
 def test_ranks_without_end_are_ended(written) -> None:  # type: ignore[no-untyped-def]
-    status, output = launch.ranks(written(RANKS), "wait", count=2, timeout_seconds=5)
-    assert status is None
-    assert output.count(" of 2: 3.0") == 2
+    for seconds in (5, 60):  # on a busy machine they may not be that far in five
+        status, output = launch.ranks(written(RANKS), "wait", count=2, timeout_seconds=seconds)
+        assert status is None
+        if output.count(" of 2: 3.0") == 2:
+            return
+    pytest.fail(output)

@@ -370,9 +370,7 @@ def test_hosts_with_different_slots_are_one_group_of_ranks(start: Callable[..., 
 def test_a_host_that_fails_ends_the_other_and_its_status_is_passed_on(start: Callable[..., Run]) -> None:
     run = start(WAIT, "fail")
     run.wait_until_up()
-    begin = time.monotonic()
-    _, err = run.process.communicate(timeout=60)
-    assert time.monotonic() - begin < 10
+    _, err = run.process.communicate(timeout=120)  # the other would go on for ten minutes
     assert run.process.returncode == 7
     assert re.search("^infinity-run: two ended with status 7; ", err, re.M)
     assert "Traceback" not in err and "\ntwo: Root Cause" in err

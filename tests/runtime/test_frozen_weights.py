@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import adapted
 import pytest
 import torch
 from adapted import CASES, Case
+from quiet import come_to_rest
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -133,7 +133,7 @@ def test_a_step_reads_the_frozen_weights_at_most_twice(case: Case, nvme_path: Pa
         for number in range(4):
             engine.backward(engine(adapted.tokens(number)))
             engine.swap.paging.parameters.look_ahead()
-            time.sleep(0.2)  # until all is read that can be
+            come_to_rest(engine.swap)
             moved.append(engine.swap.stats().read_bytes)
             engine.step()
         read, _ = engine.swap.step_bytes()
