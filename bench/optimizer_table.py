@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 def step(options: argparse.Namespace, optimizer: str, dtype: str) -> dict[str, Any]:
     """What `infinity-bench step` says of one way."""
     command = [sys.executable, "-m", "infinity.cli.bench", "step", "--json", "-", "--params", options.params]
-    command += ["--nvme-path", options.nvme_path, "--batch-size", str(options.batch_size), "--seq", str(options.seq)]
+    command += [options.nvme_path, "--batch-size", str(options.batch_size), "--seq", str(options.seq)]
     command += ["--clipping", str(options.clipping), "--optimizer", optimizer, "--moments-dtype", dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -14,10 +14,10 @@ from infinity.torch_versions import TESTED, why_too_old, why_untested
 DISTRIBUTION = "infinity-offload"
 
 _COMMANDS = {
-    "infinity-bench doctor DIR": "checks machine, limits, drive and GPU, and says what to do",
+    "infinity-bench doctor PATH": "checks machine, limits, drive and GPU, and says what to do",
     "infinity-bench plan --params 7B": "which model fits which machine, and how fast it trains",
-    "infinity-bench sweep DIR": "measures a drive and saves its best settings",
-    "infinity-bench step": "times training steps beside plain PyTorch and the drive",
+    "infinity-bench sweep PATH": "measures a drive and saves its best settings",
+    "infinity-bench step PATH": "times training steps beside plain PyTorch and the drive",
     "infinity-run --hostfile FILE ...": "trains on the hosts of a hostfile, or on this machine",
     "infinity-ckpt": "looks into checkpoints, verifies, converts and imports them",
 }

@@ -21,7 +21,7 @@ from infinity.units import MIB
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
 PROGRAM = re.compile(r"(make|pip|python|torchrun|infinity-\w+|\.venv/\S+) \S")
-PLAN = "infinity-bench plan --params 8B --here /local_nvme --write-config config.json"
+PLAN = "infinity-bench plan /local_nvme --params 8B --write-config config.json"
 SMALL = ("512, 40", "64, 3")
 """What examples/quickstart.py sets, and what it sets here: width and steps."""
 

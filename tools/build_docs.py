@@ -95,7 +95,7 @@ def copy_pages(to: Path) -> None:
 def take_step(params: str, nvme_path: Path, trace: Path) -> dict[str, Any]:
     """Trace a step into the file `trace`. Returns what `infinity-bench step --json` says of it; raises DocsError."""
     bench = "import sys; from infinity.cli.bench import main; sys.exit(main())"
-    where = ("--nvme-path", str(nvme_path), "--trace", str(trace), "--json", "-")
+    where = (str(nvme_path), "--trace", str(trace), "--json", "-")
     with folder(nvme_path):
         done = run([sys.executable, "-c", bench, "step", "--params", params, *STEP, *where])
     if done.returncode != 0:

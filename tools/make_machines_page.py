@@ -36,28 +36,28 @@ MACHINES = (
     Asked(
         "laptop",
         "a laptop that computes on its CPU",
-        ("--batch", "8", "--seq", "512"),
+        ("--batch-size", "8", "--seq", "512"),
         "8 sequences of 512 tokens",
         MODELS[:3],
     ),
     Asked(
         "rtx4090-gen4",
         "one RTX 4090, 64 GB of memory and one Gen4 drive",
-        ("--batch", "4"),
+        ("--batch-size", "4"),
         "4 sequences of 2 048 tokens",
         MODELS[:5],
     ),
     Asked(
         "dgx-a100",
         "DGX A100, 8 GPUs of 80 GB",
-        ("--batch", "8"),
+        ("--batch-size", "8"),
         "8 sequences of 2 048 tokens on each GPU",
         MODELS[2:],
     ),
     Asked(
         "8xh200-gen5",
         "8 H200 and 8 Gen5 drives",
-        ("--batch", "8"),
+        ("--batch-size", "8"),
         "8 sequences of 2 048 tokens on each GPU",
         MODELS[2:],
     ),
@@ -70,7 +70,7 @@ For each machine the fastest way that fits, as `infinity-bench plan` finds it by
 policies: full training with AdamW in bf16, clipped, activations recomputed; and LoRA of rank 16 on frozen weights that stay
 in their files. Nothing here was measured on these machines. Ask for yours, which the plan measures first:
 
-    infinity-bench plan --params 8B --here /local_nvme
+    infinity-bench plan /local_nvme --params 8B
 
 Drives last as long as said where training never stops; they are rated for one drive write per day over five years. LoRA
 writes nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import json
 import os
@@ -87,12 +88,28 @@ def check_plot(file: Path | None) -> None:
 
 
 def check_file(file: str | Path | None, prefix: str = "") -> None:
-    """Whether `file` can be written; None and "-" can. Raises ConfigError, whose message begins with `prefix`."""
+    """Whether `file` can be written; None and "-" can. A file that isn't there is made for it, and removed. Raises ConfigError,
+    whose message begins with `prefix`."""
     if file is None or file == "-":
         return
     path = Path(file)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{prefix}{path} can't be written: name a file in a folder that exists and is writable")
+    existed = path.exists()
+    try:
+        if not existed or path.is_file():  # to open a pipe would end what its reader reads
+            path.open("ab").close()
+        elif path.is_dir() or not os.access(path, os.W_OK):
+            raise IsADirectoryError(errno.EISDIR, "it is no file that can be written")
+    except OSError as error:
+        raise ConfigError(
+            f"{prefix}{path} can't be written ({error.strerror}): name a file in a folder that exists and is writable"
+        ) from None
+    if not existed:
+        path.unlink()
+
+
+def add_path(parser: argparse._ActionsContainer, help: str, *, nargs: str = "?") -> None:
+    """Add PATH, the folder on a drive, as every command of `infinity-bench` takes it."""
+    parser.add_argument("path" if nargs == "?" else "paths", nargs=nargs, type=named_path, metavar="PATH", help=help)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:

@@ -17,8 +17,12 @@ from infinity.errors import InfinityError
 def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run the `func` that `parser` finds in `arguments` (None: those of the process) and return the exit code.
 
-    0: success; 1: failure, with the reason printed; 2 (from argparse): wrong usage; 128 + N: ended by signal N.
+    0: success; 1: failure, with the reason printed; 2: wrong usage, or no command (the help is printed); 128 + N: ended by
+    signal N.
     """
+    if parser.get_default("func") is None and not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        return 2
     options = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.func
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import (
     add_json,
+    add_path,
     add_schedule,
     add_scheme,
     check_file,
@@ -65,20 +66,33 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
 }
 
+_DESCRIPTION = """\
+Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it moved and how long it
+waited, with the lower bound: the longer of a step of plain PyTorch in memory and of what the bytes take at the bandwidth that
+the drive gave, all measured in turns."""
+
+_EPILOG = """\
+examples:
+  infinity-bench step /local_nvme --params 200M
+  infinity-bench step /local_nvme --params 1B --batch-size 1 --pinned-bytes-max 512MiB --json step.json
+
+exit code: 0 when done; 1 where it could not run, with the reason; 2 for wrong usage.
+docs/step.md says what is measured, and lists the keys of --json."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `step` to the commands of `infinity-bench`."""
     parser = subparsers.add_parser(
         "step",
         help="time real training steps from a drive",
-        description="Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it "
-        "moved and how long it waited, with the lower bound: the longer of a step of plain PyTorch in memory and of what the "
-        "bytes take at the bandwidth that the drive gave, all measured in turns.",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--params", type=checked_value(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
     )
-    parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
+    add_path(parser, "folder on the drive (default: the current one)")
     parser.add_argument("--steps", type=count, default=5, help="steps to time (default: 5)")
     parser.add_argument("--warmup", type=count, default=5, help="steps before them (default: 5)")
     parser.add_argument("--batch-size", type=count, default=4, help="sequences per micro-batch (default: 4)")
@@ -120,6 +134,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Train and print: 0 when done, 2 for options that can't be met. Raises InfinityError."""
+    options.path = options.path or Path()
     try:
         if options.no_clipping and options.clipping:
             raise ValueError(f"--no-clipping does not go with --clipping {options.clipping:g}: leave one of them out")
@@ -165,10 +180,10 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     from infinity.store.run_folder import make_writable
 
     shape = shape_for(options.params, seq=options.seq)
-    make_writable(options.nvme_path)
+    make_writable(options.path)
     # Before the steps, so that it is a prediction.
     report = functools.partial(_show, options)
-    machine = measure_machine(options.nvme_path, shape, samples=options.batch_size, report=report)
+    machine = measure_machine(options.path, shape, samples=options.batch_size, report=report)
     scheme = scheme_from(options, accumulation=options.accumulation, schedule=options.schedule)
     scheme = dataclasses.replace(scheme, moments=moments_of(options.optimizer, shape))
     work = Work(
@@ -313,7 +328,7 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
     import infinity
     from infinity.cli.synthetic import Transformer
 
-    drive = {"device": "nvme", "nvme_path": str(options.nvme_path)}
+    drive = {"device": "nvme", "nvme_path": str(options.path)}
     config = {
         "train_micro_batch_size_per_gpu": options.batch_size,
         "gradient_accumulation_steps": options.accumulation,
@@ -373,7 +388,7 @@ def _tokens(options: argparse.Namespace) -> Any:
 def _drive_test(options: argparse.Namespace) -> DriveTest:
     from infinity.drive.measure import DriveTest
 
-    test = DriveTest(options.nvme_path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES)
+    test = DriveTest(options.path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES)
     test.fill()
     return test
 

@@ -92,7 +92,7 @@ def test_piped_report_has_no_escape_codes_and_fits_80_columns(nvme_path: Path) -
 
 
 def test_json_is_one_object_whose_keys_are_documented(nvme_path: Path) -> None:
-    done = doctor(nvme_path, "--json")
+    done = doctor(nvme_path, "--json", "-")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["works"] is True
@@ -112,7 +112,7 @@ def keys_of(value: Any) -> set[str]:
 
 
 def test_a_path_that_does_not_exist_fails_and_is_not_made(tmp_path: Path) -> None:
-    done = doctor(tmp_path / "not" / "there", "--json")
+    done = doctor(tmp_path / "not" / "there", "--json", "-")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert report["works"] is False
@@ -178,7 +178,7 @@ def test_a_path_of_odd_characters_is_printed_without_harm(nvme_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout
     assert r"two words \x1b[31m [red] \udcff" in " ".join(done.stdout.split())
-    assert json.loads(doctor(odd, "--json").stdout)["path"] == str(odd)
+    assert json.loads(doctor(odd, "--json", "-").stdout)["path"] == str(odd)
 
 
 def test_a_reader_that_goes_away_is_no_traceback(nvme_path: Path) -> None:
@@ -256,7 +256,7 @@ def run_main(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Ca
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
 
     def run() -> tuple[int, dict[str, Any]]:
-        code = bench.main(["doctor", "--json", str(nvme_path)])
+        code = bench.main(["doctor", "--json", "-", str(nvme_path)])
         assert list(nvme_path.iterdir()) == []
         return code, json.loads(capsys.readouterr().out)
 

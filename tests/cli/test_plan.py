@@ -55,7 +55,7 @@ def test_json_holds_the_published_example(capsys: pytest.CaptureFixture[str]) ->
         "step",
         "--cache",
         "0",
-        "--pinned",
+        "--pinned-bytes-max",
         "2GiB",
     ]  # in which nothing stays
     found = planned(capsys, "--params", "70B", "--preset", "dgx-h100", *plain)
@@ -168,7 +168,7 @@ def test_the_config_that_is_written_loads_and_says_what_was_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], strategy: str | None
 ) -> None:
     file = tmp_path / "config.json"
-    code = plan(*arguments, "--batch", "2", "--accumulation", "3", "--write-config", str(file), "--nvme-path", "/nvme0")
+    code = plan(*arguments, "--batch-size", "2", "--accumulation", "3", "--write-config", str(file), "/nvme0")
     if strategy is None:
         assert code == 1
         assert f"full training does not fit: nothing written to {file}" in capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_offloaded_activations_are_in_the_report_and_in_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, strategy: str
 ) -> None:
     file = tmp_path / "config.json"
-    asked = ["--params", "70B", "--preset", "dgx-h100", "--batch", "8", "--cache", "0", "--nvme-path", "/nvme0"]
+    asked = ["--params", "70B", "--preset", "dgx-h100", "--batch-size", "8", "--cache", "0", "/nvme0"]
     found = planned(capsys, *asked, "--offload-activations", where, "--write-config", str(file))
     of_it = next(each for each in found["strategies"] if each["name"] == strategy)
     without = next(each for each in planned(capsys, *asked)["strategies"] if each["name"] == strategy)
@@ -272,9 +272,13 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
     ("asked", "first", "among"),
     [
         ("--params 7B --preset laptop --gradient-memory 8GiB", "--gradient-memory 0", "--host-memory 32GB"),
-        ("--params 7B --batch 64 --preset rtx4090-gen4", "--batch 8", "--seq 512"),
-        ("--params 7B --no-checkpointing --batch 8 --preset rtx4090-gen4", "no --no-checkpointing", "--seq 512"),
-        ("--params 100M --seq 128 --preset laptop --host-memory 2GB --cache 0 --pinned 2MiB", "no --pinned", ""),
+        ("--params 7B --batch-size 64 --preset rtx4090-gen4", "--batch-size 8", "--seq 512"),
+        ("--params 7B --no-checkpointing --batch-size 8 --preset rtx4090-gen4", "no --no-checkpointing", "--seq 512"),
+        (
+            "--params 100M --seq 128 --preset laptop --host-memory 2GB --cache 0 --pinned-bytes-max 2MiB",
+            "no --pinned-bytes-max",
+            "",
+        ),
         (
             "--params 13B --gradient-memory 0 --cache 0 --preset rtx4090-gen4 --drive-size 100GB",
             "",
@@ -339,8 +343,11 @@ def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "1B"], "--tflops, --host-memory, --host-bandwidth, --gpu-memory"),
         (["--params", "1B", "--cpu", "--tflops", "1"], "--host-memory, --host-bandwidth lack"),
         (["--params", "1B", "--preset", "cray"], "there is no such preset, but dgx-h100"),
-        (["--params", "1B", "--preset", "laptop", "--here", "."], "choose one"),
-        (["--params", "1B", "--here", "not-there"], "name an existing folder"),
+        (["--params", "1B", "not-there"], "not-there: name an existing folder"),
+        (
+            ["--params", "1B", "--preset", "laptop", "--pinned-bytes-max", "1GiB", "--cache", "1GiB"],
+            "leaves nothing beside",
+        ),
         (["--params", "1B", "--preset", "laptop", "--read", "1"], "--read and --write go together"),
         (["--params", "1B", *FIGURES, "--mixed", "1"], "--mixed goes with"),
         (["--params", "1B", "--preset", "laptop", "--plot", "x.exe"], "must end in one of"),
@@ -378,8 +385,8 @@ def test_what_can_not_be_planned_is_refused_in_words(
         ["--params", "0"],
         ["--tflops", "0"],
         ["--link", "nan"],
-        ["--batch", "0"],
-        ["--pinned", "-1"],
+        ["--batch-size", "0"],
+        ["--pinned-bytes-max", "-1"],
     ],
 )
 def test_values_out_of_range_are_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -397,9 +404,9 @@ def test_values_out_of_range_are_wrong_usage(capsys: pytest.CaptureFixture[str],
         (["--gpu-memory", "24"], "did you mean 24GiB?"),
         (["--host-memory", "64"], "did you mean 64GiB?"),
         (["--drive-size", "1048575"], "did you mean 1048575GiB?"),
-        (["--pinned", "1"], "did you mean 1GiB?"),
+        (["--pinned-bytes-max", "1"], "did you mean 1GiB?"),
         (["--activation-buffer", "2 "], "did you mean 2GiB?"),
-        (["--batch", "1e30"], "argument --batch: expected a whole number such as 8, got '1e30'"),
+        (["--batch-size", "1e30"], "argument --batch: expected a whole number such as 8, got '1e30'"),
         (["--gpus", "1.5"], "argument --gpus: expected a whole number such as 8, got '1.5'"),
         (["--read", "7GB/s"], "--read: expected a number of GB/s above 0, without the unit, such as 12.5, got 7GB/s"),
         (["--tflops", "-1"], "--tflops: expected a number of TFLOP/s above 0"),
@@ -652,7 +659,7 @@ def test_frozen_weights_in_files_have_rows_of_their_own(capsys: pytest.CaptureFi
 
 def test_less_pinned_memory_is_more_to_read(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--params", "8B", "--preset", "rtx4090-gen4"]
-    rooms = [["--cache", "0"], ["--pinned", "8GiB"], ["--pinned", "12GiB"], []]
+    rooms = [["--cache", "0"], ["--pinned-bytes-max", "8GiB"], ["--pinned-bytes-max", "12GiB"], []]
     found = [planned(capsys, *asked, *room)["frozen"] for room in rooms]
     for number in (0, 1):
         reads = [of_room[number]["read_bytes_per_rank"] for of_room in found]
@@ -706,7 +713,7 @@ def test_verdicts_come_first_and_adapters_count_where_full_training_does_not_fit
 def test_what_changes_no_number_is_tried_before_anything_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--params", "1B", "--batch", "8", "--seq", "1024", "--preset", "rtx4090-gen4"]
+    asked = ["--params", "1B", "--batch-size", "8", "--seq", "1024", "--preset", "rtx4090-gen4"]
     asked += ["--gpu-memory", "5600MB", "--host-memory", "6GB"]
     eased = ["--gradient-memory", "0", "--offload-activations", "cpu"]
     found = planned(capsys, *asked, "--write-config", str(tmp_path / "config.json"))
@@ -767,7 +774,7 @@ def test_a_mixture_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_here_measures_and_leaves_nothing_behind(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--layers", "2", "--hidden", "64", "--vocab", "256", "--seq", "32", "--here", str(nvme_path)]
+    arguments = ["--layers", "2", "--hidden", "64", "--vocab", "256", "--seq", "32", str(nvme_path)]
     found = planned(capsys, *arguments)
     machine = found["machine"]
     for name in (

@@ -36,7 +36,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def small(nvme_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     sizes = ("--params", "1M", "--batch-size", 1, "--seq", 32, "--steps", 2, "--warmup", 1)
-    return run("--nvme-path", nvme_path, *sizes, *arguments)
+    return run(nvme_path, *sizes, *arguments)
 
 
 def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
@@ -91,9 +91,7 @@ def test_a_vertical_step_reads_as_much_for_any_number_of_micro_batches(nvme_path
     moved = {}
     for accumulation, schedule in ((1, "vertical"), (4, "vertical"), (4, "horizontal")):
         pool = ("--params", "12M", "--pinned-bytes-max", "32MiB", "--steps", "2", "--warmup", "3", "--seq", "16")
-        done = run(
-            "--nvme-path", nvme_path, *pool, "--accumulation", accumulation, "--schedule", schedule, "--json", "-"
-        )
+        done = run(nvme_path, *pool, "--accumulation", accumulation, "--schedule", schedule, "--json", "-")
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         assert (result["accumulation"], result["schedule"]) == (accumulation, schedule)
@@ -199,7 +197,7 @@ def test_too_small_a_pool_is_told_in_a_line(nvme_path: Path) -> None:
 )
 def test_a_path_that_is_no_folder_is_refused(path: str, said: str, nvme_path: Path) -> None:
     (nvme_path / "file").touch()
-    done = run("--nvme-path", nvme_path / path)
+    done = run(nvme_path / path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert said.format(nvme_path) in done.stderr
     assert [place.name for place in nvme_path.iterdir()] == ["file"]

@@ -31,7 +31,7 @@ from infinity.config import load_config
 from infinity.drive.describe import Disk, Drive, Queue
 from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import FILE_NAME, load_profile
-from infinity.units import GIB, KIB, MIB
+from infinity.units import KIB, MIB
 
 COMMAND = [sys.executable, "-m", "infinity.cli.bench", "sweep"]
 TINY = ["--quick", "--size", "64MiB", "--rounds", "1", "--backend", "threads"]
@@ -91,7 +91,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("load", ["read", "write", "mixed"])
 def test_results_stand_where_others_look_for_them(found: dict[str, Any], load: str) -> None:
     result = found[load]
-    assert 0 < result["gib_per_s_min"] <= result["gib_per_s"] <= result["gib_per_s_max"]
+    assert 0 < result["bytes_per_s_min"] <= result["bytes_per_s"] <= result["bytes_per_s_max"]
     assert result["backend"] == "threads"
     assert result["block_bytes"] % 4096 == 0
     assert result["queue_depth"] >= 1
@@ -100,7 +100,7 @@ def test_results_stand_where_others_look_for_them(found: dict[str, Any], load: s
     assert result["cpu_seconds_per_gib"] > 0
     assert ("mix" in result) == (load == "mixed")
     assert found["backends"]["threads"][load] == result
-    assert found["recommended"][load]["gib_per_s"] <= result["gib_per_s"] * (1 + 1e-9)
+    assert found["recommended"][load]["bytes_per_s"] <= result["bytes_per_s"] * (1 + 1e-9)
 
 
 def test_results_name_their_machine(found: dict[str, Any], folder: Path) -> None:
@@ -118,12 +118,12 @@ def test_results_name_their_machine(found: dict[str, Any], folder: Path) -> None
 @pytest.mark.parametrize("load", ["read", "write", "mixed"])
 def test_fio_stands_beside_it(found: dict[str, Any], load: str) -> None:
     result = found["fio"][load]
-    assert result["gib_per_s"] > 0
+    assert result["bytes_per_s"] > 0
     assert result["cpu_seconds_per_gib"] >= 0
     assert result["iodepth"] >= 1
     assert result["numjobs"] >= 1
     assert result["block_bytes"] >= 4096
-    assert found["ratio"][load] == pytest.approx(found[load]["gib_per_s"] / result["gib_per_s"])
+    assert found["ratio"][load] == pytest.approx(found[load]["bytes_per_s"] / result["bytes_per_s"])
     assert found["versions"]["fio"].startswith("fio-")
 
 
@@ -155,7 +155,7 @@ def test_profile_is_all_that_stays(ran: Ran, found: dict[str, Any]) -> None:
     assert profile.queue_depth == found["aio"]["queue_depth"]
     assert profile.rings == found["aio"]["intra_op_parallelism"]
     assert profile.backend == "threads"
-    assert profile.mixed_bytes_per_s == found["recommended"]["mixed"]["gib_per_s"] * GIB
+    assert profile.mixed_bytes_per_s == found["recommended"]["mixed"]["bytes_per_s"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
@@ -279,7 +279,7 @@ def test_two_paths_on_one_device_are_told_so(
     assert "are on one device" in " ".join(capsys.readouterr().out.split())
     found = json.loads(file.read_text())
     assert [result["path"] for result in found["paths"]] == [str(folder.resolve()) for folder in folders]
-    assert all(result["read"]["gib_per_s"] > 0 for result in found["paths"])
+    assert all(result["read"]["bytes_per_s"] > 0 for result in found["paths"])
     assert found["one_device"] == [[str(folder.resolve()) for folder in folders]]
     assert "together" not in found
 
@@ -294,7 +294,7 @@ def test_two_drives_are_measured_alone_and_all_at_once(
     Sweep(asked_for(nvme_path, json=str(tmp_path / "found.json")), dict.fromkeys(folders, 64 * MIB)).run()
     together = json.loads((tmp_path / "found.json").read_text())["together"]
     assert set(together) == {"read", "write", "mixed"}
-    assert all(result["gib_per_s"] > 0 and result["of_sum"] > 0 for result in together.values())
+    assert all(result["bytes_per_s"] > 0 and result["of_sum"] > 0 for result in together.values())
     assert "All at once" in capsys.readouterr().out
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from infinity.cli.arguments import named_path
+from infinity.cli.arguments import add_json, add_path, check_file, write_json
 from infinity.cli.doctor.findings import Finding, Mark, Section
 from infinity.cli.doctor.machine_checks import (
     check_backends,
@@ -27,7 +27,7 @@ from infinity.cli.doctor.machine_checks import (
 )
 from infinity.cli.doctor.path_checks import check_drive, check_path, check_trial
 from infinity.cli.environment import read_container, read_huge_pages, read_limits, read_machine
-from infinity.errors import StoreError
+from infinity.errors import ConfigError, StoreError
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away, not when one is added."""
@@ -49,6 +49,10 @@ Look at the machine, its limits and the drive under PATH, and write and read bac
 Nothing is left behind. Every warning and failure comes with the next move."""
 
 _EPILOG = """\
+examples:
+  infinity-bench doctor /local_nvme
+  infinity-bench doctor /local_nvme --json - | jq .reasons
+
 exit code: 0 if training with NVMe works here, warnings or not; 1 if it doesn't, with the reason; 2 for wrong usage;
 130 after Ctrl-C.
 docs/doctor.md lists the keys of --json."""
@@ -64,19 +68,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "path",
-        nargs="?",
-        type=named_path,
-        metavar="PATH",
-        help="the folder meant as nvme_path (default: the current directory)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
+    add_path(parser, "the folder meant as nvme_path (default: the current directory)")
+    add_json(parser)
     parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Report on the path; 0 where training with NVMe works, else 1."""
+    try:
+        check_file(options.json, "--json: ")
+    except ConfigError as error:
+        print(f"infinity-bench doctor: error: {error}", file=sys.stderr)
+        return 2
     try:
         path = (options.path or Path()).absolute()
         Path.cwd()
@@ -84,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
         raise StoreError(errno.ENOENT, "the current directory does not exist any more: cd to one that does") from None
     sections = list(_examine(path))
     failures = [finding for section in sections for finding in section.findings if finding.mark is Mark.FAIL]
-    if options.json:
-        print(json.dumps(_as_json(path, sections, failures), indent=2))
-    else:
+    if options.json is not None:
+        write_json(_as_json(path, sections, failures), options.json)
+    if options.json != "-":
         _print(path, options.path is None, sections, failures)
     return 1 if failures else 0
 

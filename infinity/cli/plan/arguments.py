@@ -6,7 +6,16 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from infinity.cli.arguments import add_json, add_schedule, add_scheme, checked_value, count, size, size_or_none
+from infinity.cli.arguments import (
+    add_json,
+    add_path,
+    add_schedule,
+    add_scheme,
+    checked_value,
+    count,
+    size,
+    size_or_none,
+)
 from infinity.plan.frozen_groups import BASE_BITS
 from infinity.units import parse_count
 
@@ -17,11 +26,16 @@ LORA_RANK_DEFAULT = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All of them, in groups."""
+    add_path(
+        parser,
+        "folder on the drive, nvme_path of the config that is written; without --preset this machine and that drive are "
+        "measured",
+    )
     _add_model(parser)
     _add_machine(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--batch",
+        "--batch-size",
         type=count,
         default=1,
         metavar="N",
@@ -37,16 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_schedule(training, default="horizontal")
     training.add_argument("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
     training.add_argument(
-        "--pinned",
+        "--pinned-bytes-max",
         type=size,
         metavar="BYTES",
-        help="pinned pool of a rank, beside its cache (default: auto)",
+        help="pinned memory of a rank, its cache and the buffer of activations included (default: as fits best)",
     )
     training.add_argument(
         "--cache",
         type=size_or_none,
         metavar="BYTES",
-        help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
+        help="part of it that keeps copies and optimizer state from step to step (default: all memory that is left, or 0 with "
+        "--pinned-bytes-max)",
     )
     training.add_argument(
         "--gradient-memory",
@@ -106,9 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--write-config", type=Path, metavar="FILE", help="write a training config for the chosen strategy"
     )
-    output.add_argument(
-        "--nvme-path", metavar="PATH", help="nvme_path of that config (default: that of --here, else /local_nvme)"
-    )
     add_json(output)
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw step time over parameters (needs matplotlib)"
@@ -144,7 +156,6 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--preset", metavar="NAME", help='a known machine, or a GPU such as "RTX 3090"; "list" names them'
     )
-    machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
     machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
     machine.add_argument("--gpus", type=count, dest="ranks_per_node", metavar="N", help="GPUs of a node, or processes")
     for name, attribute, meaning in (

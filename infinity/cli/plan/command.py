@@ -1,6 +1,6 @@
 """Floor 17. `infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
 
-Reads what was asked, plans every strategy (plan/planner.py), and tells. Only --here measures anything.
+Reads what was asked, plans every strategy (plan/planner.py), and tells. Only for a PATH on this machine is anything measured.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Plan a training: memory per tier, bytes, time and what limits it, for every way to place a model's states, and the
 fastest that fits; and the same for work on frozen weights that stay in their files: LoRA, and generation. Describe the
-model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by --here, or by its figures,
-which also change those of a preset. Rates are in GB/s and TFLOP/s, sizes like "80GB"."""
+model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by a PATH on
+this one, which is measured, or by its figures, which also change those of the others. Rates are in GB/s and TFLOP/s, sizes
+like "80GB"."""
 
 _EPILOG = """\
+examples:
+  infinity-bench plan /local_nvme --params 8B --write-config config.json
+  infinity-bench plan --preset "RTX 4090" --params 8B --batch-size 4
+  infinity-bench plan --preset dgx-h100 --hf-config config.json --accumulation 8
+
 exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if full training does not and --write-config or
 --timeline asked for its files; 2 for wrong usage.
 docs/plan.md says where each figure comes from, and lists the keys of --json."""
@@ -58,6 +64,7 @@ def run(asked: argparse.Namespace) -> int:
         _check(asked)
         model, machine = _what_and_where(asked)
         work = _work(model, machine, asked)
+        sizes = _pinned(asked, work)
     except ConfigError as error:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
@@ -65,13 +72,13 @@ def run(asked: argparse.Namespace) -> int:
     from infinity.cli.plan.model import base_bits
     from infinity.cli.plan.remedies import Case
 
-    case = Case(work, machine, asked.pinned, asked.cache, _easings(asked, machine))
+    case = Case(work, machine, *sizes, _easings(asked, machine))
     told = answer(case, lora_rank=asked.lora, base_bits=base_bits(asked))
     _tell(asked, told)
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
-        draw(told.plans[0].work, machine, asked.plot, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
+        draw(told.plans[0].work, machine, asked.plot, pinned_bytes=sizes[0], cache_bytes=sizes[1])
     if told.chosen is not None:
         _write(asked, told.chosen)
         return 0
@@ -82,6 +89,19 @@ def run(asked: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0 if told.something_fits and not unwritten else 1
+
+
+def _pinned(asked: argparse.Namespace, work: Work) -> tuple[int | None, int | None]:
+    """Bytes of the pool and of the cache, None where nobody said. Raises ConfigError where they leave no pool."""
+    if asked.pinned_bytes_max is None:
+        return None, asked.cache
+    cache_bytes = asked.cache or 0
+    pool_bytes = asked.pinned_bytes_max - cache_bytes - work.activation_buffer_bytes
+    if pool_bytes <= 0:
+        raise ConfigError(
+            "--pinned-bytes-max counts the cache and the buffer of activations too, and leaves nothing beside them: raise it"
+        )
+    return pool_bytes, cache_bytes
 
 
 def _easings(asked: argparse.Namespace, machine: Machine) -> tuple[Easing, ...]:
@@ -116,7 +136,7 @@ def _write(asked: argparse.Namespace, chosen: Plan) -> None:
 
 
 def _nvme_path(asked: argparse.Namespace) -> str:
-    return asked.nvme_path or (str(asked.here.absolute()) if asked.here else "/local_nvme")
+    return str(asked.path.absolute()) if asked.path is not None else "/local_nvme"
 
 
 def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
@@ -126,7 +146,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
     return Work(
         model,
         ranks=machine.ranks,
-        samples=asked.batch,
+        samples=asked.batch_size,
         micro_batches=asked.accumulation,
         schedule=asked.schedule,
         checkpointing=not asked.no_checkpointing,
@@ -152,13 +172,15 @@ def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
     model = model_from(asked)
     if asked.plot is not None and model.experts is not None:
         raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
-    if asked.here is not None:
+    if _is_measured(asked):
         from infinity.cli.plan.here import measure_machine
 
         try:
-            machine = measure_machine(asked.here, model, samples=asked.batch, report=partial(print, file=sys.stderr))
+            machine = measure_machine(
+                asked.path, model, samples=asked.batch_size, report=partial(print, file=sys.stderr)
+            )
         except InfinityError as error:
-            raise ConfigError(f"--here: {error}") from error
+            raise ConfigError(str(error)) from error
     else:
         machine = _base(asked)
     return model, _with_figures(machine, asked)
@@ -166,10 +188,10 @@ def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
 
 def _check(asked: argparse.Namespace) -> None:
     """What contradicts itself, or can't be written, before anything is measured. Raises ConfigError."""
-    if asked.preset is not None and asked.here is not None:
-        raise ConfigError("--preset is another machine than --here: choose one")
-    if asked.here is not None and not asked.here.is_dir():
-        raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
+    if _is_measured(asked) and not asked.path.is_dir():
+        raise ConfigError(
+            f"{asked.path}: name an existing folder on the drive to plan with, or another machine by --preset"
+        )
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
     if asked.activation_buffer is not None and asked.offload_activations != "nvme":
@@ -181,8 +203,12 @@ def _check(asked: argparse.Namespace) -> None:
             "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
         )
     check_plot(asked.plot)
-    for file in (asked.json, asked.write_config, asked.timeline):
-        check_file(file)
+    for name in ("json", "write_config", "timeline"):
+        check_file(getattr(asked, name), f"--{name.replace('_', '-')}: ")
+
+
+def _is_measured(asked: argparse.Namespace) -> bool:
+    return asked.path is not None and asked.preset is None
 
 
 def _base(asked: argparse.Namespace) -> Machine:
@@ -204,7 +230,7 @@ def _base(asked: argparse.Namespace) -> Machine:
     missing = [name for name, attribute in needed.items() if getattr(asked, attribute) is None]
     if missing:
         raise ConfigError(
-            f"say which machine: --preset NAME, --here PATH, or its figures, of which {', '.join(missing)} lack"
+            f"say which machine: --preset NAME, PATH for this one, or its figures, of which {', '.join(missing)} lack"
         )
     return Machine(
         name="the machine given",

@@ -107,9 +107,9 @@ def _of_training(case: Case) -> Iterator[_Ladder]:
     if work.gradient_bytes_max:
         yield [_work("--gradient-memory 0", gradient_bytes_max=0)]
     if case.cache_bytes:
-        yield [_Step("--cache 0", lambda case: replace(case, cache_bytes=0))]
+        yield [_Step("--cache 0", _without_cache)]
     if case.pinned_bytes is not None:
-        yield [_Step("no --pinned", lambda case: replace(case, pinned_bytes=None))]
+        yield [_Step("no --pinned-bytes-max", lambda case: replace(case, pinned_bytes=None))]
     if work.activation_buffer_bytes_max is not None:
         yield [_work("no --activation-buffer", activation_buffer_bytes_max=None)]
     if work.durable:
@@ -121,7 +121,7 @@ def _of_training(case: Case) -> Iterator[_Ladder]:
         yield [_work("--offload-activations cpu", activations="cpu")]
     if work.activations != "nvme" and not work.durable:
         yield [_work("--offload-activations nvme", activations="nvme")]
-    yield [_work(f"--batch {count}", samples=count) for count in _halved(work.samples, 1)]
+    yield [_work(f"--batch-size {count}", samples=count) for count in _halved(work.samples, 1)]
     seqs = _halved(work.model.seq, SEQ_MIN)
     yield [_work(f"--seq {count}", model=replace(work.model, seq=count)) for count in seqs]
     counts = _doubled(work.groups_per_block, GROUPS_PER_BLOCK_MAX)
@@ -147,6 +147,12 @@ def _of_machine(case: Case) -> Iterator[_Ladder]:
     network = " --network GB/s" if math.isinf(machine.network_bytes_per_s) else ""
     counts = _doubled(machine.nodes, machine.nodes << NODE_DOUBLINGS)
     yield [_machine(f"--nodes {count}{network}", nodes=count) for count in counts]
+
+
+def _without_cache(case: Case) -> Case:
+    """Of pinned memory of a given size all is the pool's then."""
+    pinned_bytes = None if case.pinned_bytes is None else case.pinned_bytes + (case.cache_bytes or 0)
+    return replace(case, pinned_bytes=pinned_bytes, cache_bytes=0)
 
 
 def _work(words: str, **changes: object) -> _Step:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from infinity.cli.arguments import add_json, check_file, check_plot, checked_value, count, named_path
+from infinity.cli.arguments import add_json, add_path, check_file, check_plot, checked_value, count
 from infinity.cli.doctor.path_checks import refusal
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
@@ -21,19 +21,30 @@ _SIZE_MIN = 64 * MIB
 _FREE_SHARE = 10
 """Without --size the test file takes at most one part in this many of the free space."""
 
+_DESCRIPTION = """\
+Measure drives at many settings (backend, block size, queue depth, rings, how reads and writes mix) and find the ones that
+serve a training step best. Prints them as a block for the training config and keeps them in PATH/.infinity-drive.json. Takes
+about five minutes, with --quick one. Run it while nothing else uses the machine."""
+
+_EPILOG = """\
+examples:
+  infinity-bench sweep /local_nvme --quick
+  infinity-bench sweep /nvme0 /nvme1 --json sweep.json
+
+exit code: 0 when done; 1 if the drive fails on the way; 2 for what can't be done as asked.
+docs/sweep.md says what is measured, and lists the keys of --json."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `sweep` to the commands of `infinity-bench`."""
     parser = subparsers.add_parser(
         "sweep",
         help="measure a drive and find the settings that serve training best",
-        description="Measure drives at many settings (backend, block size, queue depth, rings, how reads and writes mix) "
-        "and find the ones that serve a training step best. Prints them as a block for the training config and keeps "
-        "them in PATH/.infinity-drive.json. Takes about five minutes, with --quick one.",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "paths", nargs="+", type=named_path, metavar="PATH", help="folder on the drive to measure (nvme_path)"
-    )
+    add_path(parser, "folder on the drive to measure (nvme_path)", nargs="+")
     parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
     parser.add_argument(
         "--size",
@@ -96,7 +107,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.fio:
         find_fio()
     check_plot(options.plot)
-    check_file(options.json)
+    check_file(options.json, "--json: ")
 
 
 def _check_path(path: Path, options: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from infinity.cli.sweep.report import Swept, block_in_words, name_of
 from infinity.cli.sweep.search import Search
 from infinity.drive.measure import Workload
-from infinity.units import GIB
 
 _MARKERS = "osD^vP"
 
@@ -25,14 +24,14 @@ def draw(swept: list[Swept], file: Path) -> None:
         for panel, workload in zip(row, Workload, strict=True):
             for label, style, line in _lines(one.search, workload):
                 blocks = sorted(line)
-                panel.plot(blocks, [line[block] / GIB for block in blocks], label=label, **style)
+                panel.plot(blocks, [line[block] / 1e9 for block in blocks], label=label, **style)
             ticks = sorted({trial.settings.block_bytes for trial in one.search.trials})
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [block_in_words(tick) for tick in ticks])
             panel.set_title(f"{workload.value}, {name_of(one.drive)}")
             panel.set_xlabel("block size")
             panel.grid(alpha=0.3)
-        row[0].set_ylabel("GiB/s")
+        row[0].set_ylabel("GB/s")
         row[0].set_ylim(bottom=0)
         row[-1].legend(title="backend, depth", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     figure.savefig(file, dpi=120)

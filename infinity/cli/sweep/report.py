@@ -140,7 +140,7 @@ def print_found(swept: Swept, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("backend", "load"):
         table.add_column(name, no_wrap=True)
-    for name in ("GiB/s", "range", "block", "depth", "rings", "CPU s/GiB"):
+    for name in ("GB/s", "range", "block", "depth", "rings", "CPU s/GB"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in swept.search.names:
         for workload in Workload:
@@ -155,12 +155,12 @@ def print_found(swept: Swept, console: Console) -> None:
 def _cells(standing: Standing) -> list[str]:
     settings = standing.settings
     return [
-        f"{standing.bytes_per_s / GIB:.2f}",
-        f"{standing.bytes_per_s_min / GIB:.2f}-{standing.bytes_per_s_max / GIB:.2f}",
+        f"{standing.bytes_per_s / 1e9:.2f}",
+        f"{standing.bytes_per_s_min / 1e9:.2f}-{standing.bytes_per_s_max / 1e9:.2f}",
         block_in_words(settings.block_bytes),
         str(settings.queue_depth),
         str(settings.rings),
-        f"{standing.cpu_seconds_per_gib:.4f}",
+        f"{standing.cpu_seconds_per_gib * 1e9 / GIB:.4f}",
     ]
 
 
@@ -169,20 +169,25 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
     read, write, mixed = (_fastest(swept, workload) for workload in Workload)
     turns = 2 / (1 / read + 1 / write)
     lines = [
-        f"It reads {_gib(read)} and writes {_gib(write)}. Doing both at once moves {_gib(mixed)}, "
-        f"{_compared(mixed, turns)} taking turns would ({_gib(turns)})."
+        f"It reads {_rate(read)} and writes {_rate(write)}. Doing both at once moves {_rate(mixed)}, "
+        f"{_compared(mixed, turns)} taking turns would ({_rate(turns)})."
     ]
     settings = choice.settings
     lines.append(
         f"One setting for all loads: {settings.backend}, blocks of {block_in_words(settings.block_bytes)}, "
         f"{settings.queue_depth} in flight on {f'each of {settings.rings} rings' if settings.rings > 1 else 'one ring'}, "
         f"reads and writes {'in bursts' if settings.mix == 'bursts' else 'interleaved'}. "
-        f"The bytes of a training step then move at {_gib(choice.step_bytes_per_s)}."
+        f"The bytes of a training step then move at {_rate(choice.step_bytes_per_s)}."
     )
     usual = swept.search.choice_of(IoSettings(settings.backend))
     if usual is not None and usual.settings != settings:
         comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s)
         lines[-1] += f" That is {comparison} the defaults ({block_in_words(usual.settings.block_bytes)} x 32)."
+    if swept.search.disturbed:
+        lines.append(
+            f"[yellow]The machine was busy: the same settings differed by {swept.search.spread:.0%} from round to round. The "
+            "rates above are too low, and simple settings were preferred: sweep again while nothing else runs.[/]"
+        )
     ratios = ratios_to_rival(swept)
     if swept.rival is not None and ratios:
         listed = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in ratios.items())
@@ -266,11 +271,11 @@ def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Con
     if result is None:
         return
     table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("load", "GiB/s", "sum of each alone", "ratio"):
+    for name in ("load", "GB/s", "sum of each alone", "ratio"):
         table.add_column(name, justify="right")
     for workload, rate in result.items():
         alone = _alone(swept, workload)
-        table.add_row(workload.value, f"{rate / GIB:.2f}", f"{alone / GIB:.2f}", f"{rate / alone:.2f}")
+        table.add_row(workload.value, f"{rate / 1e9:.2f}", f"{alone / 1e9:.2f}", f"{rate / alone:.2f}")
     console.print(table)
 
 
@@ -297,7 +302,7 @@ def as_json(swept: list[Swept], all_at_once: AllAtOnce | None, options: argparse
     }
     if all_at_once is not None:
         more["together"] = {
-            workload.value: {"gib_per_s": rate / GIB, "of_sum": rate / _alone(swept, workload)}
+            workload.value: {"bytes_per_s": rate, "of_sum": rate / _alone(swept, workload)}
             for workload, rate in all_at_once.items()
         }
     return about | more
@@ -317,6 +322,8 @@ def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
         "file_bytes": swept.test.nbytes,
         "direct": swept.test.direct,
         "seconds": round(swept.seconds, 1),
+        "spread": search.spread,
+        "disturbed": search.disturbed,
         "notes": swept.test.notes,
     }
     for workload in Workload:
@@ -345,9 +352,9 @@ def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = F
     settings = standing.settings
     names = ("iodepth", "numjobs") if fio_s else ("queue_depth", "rings")
     result: dict[str, Any] = {
-        "gib_per_s": standing.bytes_per_s / GIB,
-        "gib_per_s_min": standing.bytes_per_s_min / GIB,
-        "gib_per_s_max": standing.bytes_per_s_max / GIB,
+        "bytes_per_s": standing.bytes_per_s,
+        "bytes_per_s_min": standing.bytes_per_s_min,
+        "bytes_per_s_max": standing.bytes_per_s_max,
         "rounds": standing.rounds,
         "cpu_seconds_per_gib": standing.cpu_seconds_per_gib,
         "backend": settings.backend,
@@ -362,7 +369,7 @@ def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = F
 
 def _choice_as_json(choice: Choice) -> dict[str, Any]:
     loads = {load.value: _standing_as_json(standing, load) for load, standing in choice.of.items()}
-    return {"step_gib_per_s": choice.step_bytes_per_s / GIB} | loads
+    return {"step_bytes_per_s": choice.step_bytes_per_s} | loads
 
 
 def _machine() -> dict[str, Any]:
@@ -400,8 +407,8 @@ def _alone(swept: list[Swept], workload: Workload) -> float:
     return sum(choice.of[workload].bytes_per_s for choice in choices if choice is not None)
 
 
-def _gib(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / GIB:.2f} GiB/s"
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 def _compared(value: float, other: float) -> str:

@@ -5,11 +5,13 @@ no I/O, so tests run it on simulated drives.
 For each backend and workload, short trials go over a coarse grid of block sizes and depths, then from the best point along one
 setting at a time (block, depth, rings, mix of reads and writes). The best few are candidates for the one setting that must
 serve all workloads. The best candidates, and the best of every backend, run in longer trials, interleaved over several rounds;
-their medians decide. Short trials may be off by some percent: they select finalists, and are never reported.
+their medians decide, as far as they differ by more than the noise of the rounds: a machine that is busy with something else
+lets settings win by chance. Short trials may be off by some percent: they select finalists, and are never reported.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -30,7 +32,10 @@ _CLEAR_GAIN = 1.01
 """A step is taken for more than this: less is noise."""
 
 _AS_GOOD = 0.98
-"""Settings within this share of the best count as equal to it; the cheapest of them is taken."""
+"""Settings within this share of the best count as equal to it, and within more where the measurements are noisier than that."""
+
+_DISTURBED = 0.2
+"""Where the same settings differ by more than this from round to round, something else uses the machine."""
 
 _AS_LEAN = 1.5
 """CPU time per byte, relative to the least, up to which settings count as equally cheap."""
@@ -87,6 +92,16 @@ class Standing:
     cpu_seconds_per_gib: float
     rounds: int
 
+    @property
+    def spread(self) -> float:
+        """The range of the rounds, relative to their median."""
+        return (self.bytes_per_s_max - self.bytes_per_s_min) / self.bytes_per_s
+
+    @property
+    def noise(self) -> float:
+        """By how much the median may be off, relative to it: the range over the root of the rounds."""
+        return self.spread / math.sqrt(self.rounds)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -99,6 +114,11 @@ class Choice:
     @property
     def cpu_seconds_per_gib(self) -> float:
         return self.of[Workload.MIXED].cpu_seconds_per_gib
+
+    @property
+    def noise(self) -> float:
+        """By how much the rate of a step may be off, relative to it; what is moved both ways decides it."""
+        return self.of[Workload.MIXED].noise
 
 
 def step_bytes_per_s(read: float, mixed: float) -> float:
@@ -163,7 +183,17 @@ class Search:
     def recommended(self) -> Choice | None:
         """The one setting for all workloads, or None before anything was tried on all three."""
         choices = self._choices(self._final) or self._choices(self._short)
-        return prefer(choices) if choices else None
+        return prefer(choices, IoSettings(self.backends[0])) if choices else None
+
+    @property
+    def spread(self) -> float:
+        """How much the same settings differ from round to round: the median over all that ran in the final rounds."""
+        spreads = [_standing(settings, trials).spread for (_, settings), trials in self._final.items()]
+        return statistics.median(spreads) if spreads else 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        return self.spread > _DISTURBED
 
     def choice_of(self, settings: IoSettings) -> Choice | None:
         """These settings with their rate for a step; None if they were not tried on all workloads."""
@@ -265,7 +295,7 @@ class Search:
     def _final_entries(self) -> list[tuple[Workload, IoSettings]]:
         choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
         chosen = [choice.settings for choice in choices[: self.effort.finalists - 1]]
-        chosen += [prefer(choices).settings] if choices else []
+        chosen += [prefer(choices, IoSettings(self.backends[0])).settings] if choices else []
         chosen += [choice.settings for choice in choices if choice.settings == IoSettings(self.backends[0])]
         entries = []
         for workload in Workload:
@@ -300,13 +330,20 @@ class Search:
         return choices
 
 
-def prefer(choices: Sequence[Choice]) -> Choice:
-    """The cheapest of those as good as the best: first by CPU time, then by rings, then by memory."""
-    best = max(choice.step_bytes_per_s for choice in choices)
-    good = [choice for choice in choices if choice.step_bytes_per_s >= _AS_GOOD * best]
+def prefer(choices: Sequence[Choice], usual: IoSettings) -> Choice:
+    """The simplest of those that the measurements can't tell from the best: `usual` (the defaults) if it is one of them, else
+    the cheapest by CPU time, then by rings, then by memory."""
+    best = max(choices, key=lambda choice: choice.step_bytes_per_s)
+    typical = statistics.median(choice.noise for choice in choices)  # the range of few rounds is small by chance, too
+
+    def as_good(choice: Choice) -> bool:
+        noise = math.hypot(max(choice.noise, typical), max(best.noise, typical))
+        return choice.step_bytes_per_s >= best.step_bytes_per_s * min(_AS_GOOD, 1 - noise)
+
+    good = [choice for choice in choices if as_good(choice)]
     lean = min(choice.cpu_seconds_per_gib for choice in good)
     good = [choice for choice in good if choice.cpu_seconds_per_gib <= _AS_LEAN * lean]
-    return min(good, key=lambda choice: (*_cost(choice.settings), -choice.step_bytes_per_s))
+    return min(good, key=lambda choice: (choice.settings != usual, *_cost(choice.settings), -choice.step_bytes_per_s))
 
 
 class _Plan:
