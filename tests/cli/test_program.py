@@ -19,8 +19,12 @@ def test_an_error_is_one_line_wherever_stdout_goes(stdout: str) -> None:
 
 
 def test_what_the_terminals_encoding_lacks_is_printed_in_another_way() -> None:
-    command = [sys.executable, "-m", "infinity.cli.bench", "plan", "--params", "1B", "--preset", "rtx4090-gen4"]
+    code = (
+        "import argparse; from infinity.cli.program import run_program; parser = argparse.ArgumentParser()\n"
+        "parser.set_defaults(func=lambda options: print('a\\u2026b'))\nrun_program(parser, [])"
+    )
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "\\u" in done.stdout
+    assert done.stdout == "a\\u2026b\n"
