@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+import infinity
+
 ROOT = Path(__file__).resolve().parent.parent
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -132,6 +134,36 @@ def test_a_broken_link_fails_the_site(pages: Path, tmp_path: Path, link: str) ->
 )
 def test_headings_have_the_anchors_of_a_repository(heading: str, anchor: str) -> None:
     assert docs.anchor_of(heading) == anchor
+
+
+def test_figures_stand_on_the_right() -> None:
+    head = "| what | step | read | what else |\n"
+    rows = "| 8B | 53 s | – | 3 of them, and all that they need |\n| all | 6.4 min | 12 GB | |\n"
+    aligned = docs.align_numbers(f"{head}|---|---|---|---|\n{rows}")
+    assert aligned == f"{head}| --- | ---: | ---: | --- |\n{rows}"
+
+
+def test_the_page_of_the_api_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^::: infinity\.(\w+)$", text, re.MULTILINE))
+    left_out = {"__version__", "DeepSpeedEngine", "checkpointing", "ops", "pipe", "utils", "zero"}
+    assert shown == {*infinity.__all__} - left_out
+
+
+def test_troubleshooting_quotes_the_errors_that_there_are() -> None:
+    """Words of a symptom in code, up to what differs from case to case, stand in the source."""
+    code = " ".join(file.read_text() for file in (ROOT / "infinity").rglob("*.py"))
+    code = re.sub(r"\"\s+f?\"|'\s+f?'|\"\s+f?'|'\s+f?\"", "", code)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    symptoms = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    quoted = [
+        part
+        for line in symptoms
+        for words in re.findall(r"`([^`]+)`", line)
+        for part in re.split(r" ?\.\.\.,? ?|[()]", words)
+    ]
+    missing = [part for part in quoted if len(part.split()) > 2 and part not in code]
+    assert missing == []
 
 
 def a_step(folder: Path) -> dict[str, Any]:

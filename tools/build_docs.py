@@ -10,6 +10,7 @@ place when it is whole: a build that fails or is interrupted leaves what was the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import re
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def copy_pages(to: Path) -> None:
             copy = to / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
+            if copy.suffix == ".md":
+                copy.write_text(align_numbers(copy.read_text()))
+
+
+def align_numbers(text: str) -> str:
+    """The page with every column of a table but the first on the right whose cells all begin with a digit, or are empty."""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if re.fullmatch(r"\|( ?-{3,} ?\|)+\n", line):
+            rows = itertools.takewhile(lambda row: row.startswith("|"), lines[number + 1 :])
+            columns = zip(*([cell.strip() for cell in row.strip("|\n ").split("|")] for row in rows), strict=False)
+            ways = ["---:" if place and _is_figures(cells) else "---" for place, cells in enumerate(columns)]
+            ways += ["---"] * (line.count("|") - 1 - len(ways))
+            lines[number] = f"| {' | '.join(ways)} |\n"
+    return "".join(lines)
+
+
+def _is_figures(cells: Sequence[str]) -> bool:
+    figures = [cell for cell in cells if cell not in ("", "–")]
+    return any(cells) and all(re.match(r"[<≈−-]? ?\d", cell) and len(cell) < 20 for cell in figures)
 
 
 # The picture
