@@ -27,7 +27,7 @@ from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
 from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import RefusingGradient, StandIn, refusal
+from infinity.swap.taken_gradient import RefusingGradient, StandIn, Taken, refusal, used_up
 
 
 class GradientLap:
@@ -51,7 +51,7 @@ class GradientLap:
         """How often one came since the last step."""
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
         self._applied: dict[nn.Parameter, Any] = {}
-        """With what was updated in the backward since the last step."""
+        """With what was updated in the backward since the last step: settings, and the number of that step."""
         self._coming: list[tuple[PagedGroup, Mapping[PagedSubGroup, SubGroupUpdate]]] = []
         """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
@@ -118,14 +118,14 @@ class GradientLap:
         """Those whose gradients came of a group, in their order."""
         return list(self._arrived[group])
 
-    def note_applied(self, group: PagedGroup, settings: Mapping[nn.Parameter, Any]) -> None:
+    def note_applied(self, group: PagedGroup, inputs: Mapping[nn.Parameter, Any]) -> None:
         """The gradients that arrived of a group are about to be applied.
 
-        `settings`: with which each parameter is updated; those of the step must be the same.
+        `inputs`: with which each parameter is updated; those of the step must be the same.
         """
         self._pop_arrived(group)
-        self._note_norms([*settings])
-        for parameter, used in settings.items():
+        self._note_norms([*inputs])
+        for parameter, used in inputs.items():
             self._applied[parameter] = used
             trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
 
@@ -164,18 +164,43 @@ class GradientLap:
                     "give all parameters of a group to one optimizer, in parameter groups of their own"
                 )
 
-    def check_applied(self, settings: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
+    @property
+    def has_applied(self) -> bool:
+        """Whether the backward has updated groups since the last step."""
+        return bool(self._applied)
+
+    def check_applied(self, inputs: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than a step with these would."""
-        if self._applied and (grad_scale != 1.0 or any(settings.get(p) != used for p, used in self._applied.items())):
+        if self._applied and (grad_scale != 1.0 or any(inputs.get(p) != used for p, used in self._applied.items())):
             raise InfinityError(
-                "the gradients were applied in the backward already, with other settings than those of this step, or to other "
-                "parameters: set the learning rate and param_groups before the backward, or infinity.update "
+                "the gradients were applied in the backward already, with other settings, another state or other parameters "
+                "than this step has: change the learning rate and the like before the backward, or set infinity.update "
                 '(PagingOptions.update) to "forward"'
             )
 
-    def end(self) -> None:
-        """The step is over: what comes from now on belongs to the next."""
+    def check_unused(self) -> None:
+        """Raise InfinityError where torch would step once more with a gradient that the last step has used."""
+        for parameter, stand_in in self._shown.items():
+            if stand_in.is_used_up:
+                raise used_up(trained_shard(parameter).name)
+
+    def used(self, stepped: Iterable[nn.Parameter]) -> dict[nn.Parameter, Taken]:
+        """What became of gradients that a step over these parameters has used, where `.grad` is to show that: they are not in
+        it, or whoever changed them would change an update that waits."""
+        used = dict.fromkeys(self._applied, Taken.BY_STEP)
+        for parameter in stepped:
+            in_grad = parameter.grad is not None and not isinstance(local_of(parameter.grad), RefusingGradient)
+            if not in_grad and parameter in self._shown and self._shown[parameter].taken is Taken.ZEROED:
+                used[parameter] = Taken.ZEROED
+            elif not in_grad or self._paging.options.update != "step":
+                used[parameter] = Taken.BY_STEP
+        return used
+
+    def end(self, used: Mapping[nn.Parameter, Taken]) -> None:
+        """The step is over: what comes from now on belongs to the next. `used`: what `.grad` shows from now on."""
         self.hide_taken()
+        for parameter, taken in used.items():
+            self._show(parameter, taken)
         self._paging.paged.updates.speculation.discard_all()
         self._paging.waiting_gradients.forget(self._numbers)
         self.norms.clear()
@@ -193,21 +218,30 @@ class GradientLap:
         Raises InfinityError where somebody set `.grad` of one that was taken, which would have no effect.
         """
         stand_in = self._shown.get(parameter)
-        if stand_in is not None and not stand_in.is_shown:
+        if stand_in is not None and not stand_in.is_shown and stand_in.taken is Taken.FOR_STEP:
             raise refusal(trained_shard(parameter).name)
         local = local_of(parameter.grad) if parameter.grad is not None else None
-        return None if isinstance(local, RefusingGradient) else local
+        if isinstance(local, RefusingGradient):
+            return local.materialize() if stand_in is not None and stand_in.taken is Taken.ZEROED else None
+        return local
 
     def check_untouched(self) -> None:
         """Raise InfinityError where somebody set `.grad` of a gradient that was taken, which would have no effect."""
         for parameter in self._shown:
             self.left(parameter)
 
-    def hide_taken(self) -> None:
-        """`.grad` of what was taken is None again."""
+    def hide_taken(self) -> list[nn.Parameter]:
+        """`.grad` of what was taken is None again. The parameters of which it was not."""
+        hidden = [parameter for parameter, stand_in in self._shown.items() if stand_in.is_shown]
         for stand_in in self._shown.values():
             stand_in.hide()
         self._shown.clear()
+        return hidden
+
+    def _show(self, parameter: nn.Parameter, taken: Taken) -> None:
+        stand_in = self._stand_ins.get(parameter) or StandIn(parameter, trained_shard(parameter).name)
+        self._stand_ins[parameter] = self._shown[parameter] = stand_in
+        stand_in.show(taken)
 
     def _pop_arrived(self, group: PagedGroup) -> list[nn.Parameter]:
         """Those whose gradients came and are there."""
@@ -221,9 +255,7 @@ class GradientLap:
         """Of gradients that `.grad` shows no more: whoever would use them is refused."""
         norms = _norms_of([_grad_of(parameter) for parameter in parameters])
         for parameter, norm in zip(parameters, norms, strict=True):
-            stand_in = self._stand_ins.get(parameter) or StandIn(parameter, trained_shard(parameter).name)
-            self._stand_ins[parameter] = self._shown[parameter] = stand_in
-            stand_in.show()
+            self._show(parameter, Taken.FOR_STEP)
             self.norms[parameter] = norm
 
     def _update_coming(self, *, leave: int = 0) -> None:

@@ -50,22 +50,38 @@ class PagedState:
         """Make what is missing: step 0 and moments of zero, as of a parameter that was never stepped (or left as they are in
         the arena)."""
         if state:
+            self.adopt_replaced(parameter, state)
             return
         shard = trained_shard(parameter)
-        data = parameter.data
-        assert isinstance(data, DTensor)
         if self._counts_steps:
             state["step"] = torch.zeros((), dtype=torch.float32)
         was_stepped = shard.stepped
         for name in self._moments_of(shard):
-            local = PagedTensor.over(shard, self.fields[name], self._paging, data.device)
-            state[name] = DTensor.from_local(
-                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-            )
+            state[name] = self._paged(parameter, name)
             if zero and was_stepped:
-                local.zero_()
+                state[name]._local_tensor.zero_()
         if zero:
             shard.stepped = False
+
+    def _paged(self, parameter: nn.Parameter, name: str) -> DTensor:
+        """What lies in the arena of a moment."""
+        data = parameter.data
+        assert isinstance(data, DTensor)
+        local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging, data.device)
+        return DTensor.from_local(
+            local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+        )
+
+    def adopt_replaced(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """Move moments that were set by hand into the arena."""
+        for name in self.replaced(state):
+            values, state[name] = state[name], self._paged(parameter, name)
+            state[name]._local_tensor.copy_(local_of(values))
+
+    def replaced(self, state: Mapping[str, Any]) -> list[str]:
+        """The moments that are other tensors than those in the arena."""
+        moments = (name for name in self._moments if name in state)
+        return [name for name in moments if not isinstance(local_of(state[name]), PagedTensor)]
 
     def load(self, parameter: nn.Parameter, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
         """Make `state`, which is empty, with the values of a loaded one. Moments are moved into the arena."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.uncopied import elements_of
 from infinity.store.layout import Field
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
@@ -35,6 +35,7 @@ from infinity.swap.manager import SwapManager
 from infinity.swap.optimizer_state import PagedState
 from infinity.swap.shard import PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
+from infinity.swap.taken_gradient import Taken
 
 
 class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -120,6 +121,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._paging.paged.health.check_not_torn()
             self.lap.check_complete()
             self.lap.check_untouched()
+            self.lap.check_unused()
             self._check_used(grad_scale)
             self._paging.finish_updates()
             self._paging.paged.updates.check_unwritten()
@@ -139,12 +141,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._paging.paged.updates.defer(updates, accepted)
             for parameter, stepped in stepping.items():
                 self._paged_state.count_step(stepped.shard, self.state[parameter])
-            if self._paging.options.update != "step":
-                for parameter in stepping:
-                    parameter.grad = None  # whoever changed it would change the update
+            used = self.lap.used(stepping)
             if not self._paging.options.updates_wait:
                 self._paging.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
-            self._end_backward()
+            self._end_backward(used)
             self._paging.end_step()
 
     def skip(self) -> None:
@@ -177,13 +177,21 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         return self.lap.take_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for torch; gradients that were taken in the backward are forgotten too, unless others were applied there, as that
-        step has begun."""
+        """As for torch; gradients that were taken in the backward are forgotten too.
+
+        Raises InfinityError where some were applied there, as that step has begun.
+        """
+        health = self._paging.paged.health
         with self._paging.entered():
-            self.lap.hide_taken()
+            if self.lap.has_applied and health.state in (Health.WHOLE, Health.PART_STEPPED):
+                raise InfinityError(
+                    "the gradients were applied in the backward already, and zero_grad() can't take that back: call step() "
+                    'first, or set infinity.update (PagingOptions.update) to "forward"'
+                )
+            hidden = self.lap.hide_taken()
             super().zero_grad(set_to_none)
-            if self._paging.paged.health.state is not Health.PART_STEPPED:
-                self._end_backward()
+            if health.state is not Health.PART_STEPPED:
+                self._end_backward({} if set_to_none else dict.fromkeys(hidden, Taken.ZEROED))
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
@@ -207,12 +215,16 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _apply_gradients(self, group: PagedGroup) -> None:
         """Update a group, to stay, with the gradients that arrived."""
-        self._paging.paged.health.note_part_stepped()
+        health = self._paging.paged.health
+        if health.state is Health.WHOLE:  # the first of this backward: after it nothing is set by hand
+            for parameter, _ in self._with_groups(None):
+                self._paged_state.adopt_replaced(parameter, self.state.get(parameter, {}))
+        health.note_part_stepped()
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
         for parameter, stepped in stepping.items():
             self._paged_state.count_step(stepped.shard, self.state[parameter])
-        self.lap.note_applied(group, {parameter: stepped.settings for parameter, stepped in stepping.items()})
+        self.lap.note_applied(group, self._inputs_of({p: stepped.settings for p, stepped in stepping.items()}))
         self.lap.queue(group, updates)
 
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
@@ -246,10 +258,18 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         settings: dict[nn.Parameter, Any] = {}
         for group in self.param_groups:
             settings |= dict.fromkeys(group["params"], self._settings(group))
-        self.lap.check_applied(settings, grad_scale)
+        self.lap.check_applied(self._inputs_of(settings), grad_scale)
 
-    def _end_backward(self) -> None:
-        self.lap.end()
+    def _inputs_of(self, settings: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
+        """By parameter: its settings, how often it was stepped, and whether its moments are those in the arena."""
+        states = {p: self.state.get(p, {}) for p in settings}
+        return {
+            p: (used, float(states[p].get("step", 0.0)), self._paged_state.replaced(states[p]))
+            for p, used in settings.items()
+        }
+
+    def _end_backward(self, used: Mapping[nn.Parameter, Taken] | None = None) -> None:
+        self.lap.end(used or {})
         self._places.clear()
 
     def init_state(self) -> None:
@@ -286,13 +306,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> dict[nn.Parameter, Stepping]:
         """Of the parameters that have a gradient, with state made where it is their first step."""
         has = self._paging.waiting_gradients.has
+        lefts: dict[int, torch.Tensor | None] = {}
         chosen = [
             (parameter, group)
             for parameter, group in self._with_groups(only)
-            if self.lap.left(parameter) is not None or has(trained_shard(parameter))
+            if lefts.setdefault(trained_shard(parameter).index, self.lap.left(parameter)) is not None
+            or has(trained_shard(parameter))
         ]
-        lefts = [(trained_shard(p).index, self.lap.left(p)) for p, _ in chosen]
-        left = {index: elements_of(local) for index, local in lefts if local is not None}
+        left = {index: elements_of(local) for index, local in lefts.items() if local is not None}
         grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         stepping: dict[nn.Parameter, Stepping] = {}
         settings: dict[int, Any] = {}
@@ -314,7 +335,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             return ((parameter, group) for group in self.param_groups for parameter in group["params"])
         if not self._places:  # not once per group of the model: it takes as long as there are parameters
             self._places = {p: (place, group) for place, (p, group) in enumerate(self._with_groups(None))}
-        return ((p, self._places[p][1]) for p in sorted(only, key=lambda parameter: self._places[parameter][0]))
+        stepped = [parameter for parameter in only if parameter in self._places]  # others left the groups meanwhile
+        return ((p, self._places[p][1]) for p in sorted(stepped, key=lambda parameter: self._places[parameter][0]))
 
     @abc.abstractmethod
     def _settings(self, group: dict[str, Any]) -> Any:

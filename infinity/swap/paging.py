@@ -59,7 +59,7 @@ from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.parameter_lap import ParameterLap
 from infinity.swap.policy import StagingPolicy
-from infinity.swap.shard import PagedShard
+from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.tensor_store import TensorStore
@@ -369,6 +369,13 @@ class Paging:
         self.parameters.lending.begin_forward(group)
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if in_backward() and self.paged.health.state is Health.PART_STEPPED:
+            paged = self.paged.groups[group]
+            if any(self.paged.shards[index].gradient is GradientState.APPLIED for index in paged.shards):
+                raise InfinityError(
+                    f"a forward through group {paged.name} in a backward that has updated its weights already: compute it "
+                    'before the backward or after step(), or set infinity.update (PagingOptions.update) to "forward"'
+                )
         if torch.is_grad_enabled() and not in_backward():
             self.policy.count_forward(group)
 

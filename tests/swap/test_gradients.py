@@ -324,7 +324,9 @@ def test_a_loop_of_ones_own_is_refused_what_was_taken(options: PagingOptions, nv
                     with pytest.raises(infinity.InfinityError, match=r"gradient_clipping.*infinity\.keep_grad"):
                         use(model.parameters(), 1e-3)
             optimizer.step()
-            assert all(p.grad is None for p in model.parameters()) or not refused or options.update == "step"
+            if refused:
+                with pytest.raises(infinity.InfinityError, match=r"used up by the last step.*call zero_grad\(\)"):
+                    optimizer.step()
             optimizer.zero_grad()
 
     memory = sharded()
@@ -362,6 +364,120 @@ def test_a_forward_between_backward_and_step_is_refused_and_the_step_can_be_take
         swap.page(nvme, PagingOptions(param_persistence_threshold=0, update="backward"))
         got = after_two_steps(nvme, infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2), refused=True)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def losses_of_a_loop(model: nn.Module, optimizer: torch.optim.Optimizer, refused: bool) -> Iterator[float]:
+    """Gradients are zeroed, dropped and kept in many ways, and what the optimizer holds is changed between steps."""
+
+    def zeroed() -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def zeroed_by_module() -> None:
+        model.zero_grad(set_to_none=False)
+
+    def set_to_none() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def not_dropped() -> None:
+        if refused:
+            with pytest.raises(infinity.InfinityError, match=r"used up by the last step.*call zero_grad\(\)"):
+                model(batch(7)).float().square().mean().backward()
+        optimizer.zero_grad()
+
+    def moments_set() -> None:
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"] * 0.5
+            state["step"] = torch.tensor(7.0)
+
+    def group_left() -> None:
+        zeroed()
+        group = optimizer.param_groups[0]
+        left = {*model.blocks[1].parameters()}  # type: ignore[index,union-attr]
+        group["params"] = [parameter for parameter in group["params"] if parameter not in left]
+
+    passes = [(zeroed, None), (zeroed_by_module, 3), (zeroed, 3), (set_to_none, 1), (not_dropped, None)]
+    for number, (drop, without) in enumerate([*passes, (moments_set, 2), (group_left, None), (zeroed, 0)]):
+        loss = model(batch(number), without=without).float().square().mean()
+        loss.backward()
+        yield loss.item()
+        optimizer.step()
+        drop()
+    yield model(batch(9)).float().square().mean().item()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PagingOptions(param_persistence_threshold=100, update="backward"),
+        PagingOptions(param_persistence_threshold=0, update="forward", gradient_dtype=torch.bfloat16),
+        PagingOptions(param_persistence_threshold=0, update="step", gradient_bytes_max=0),
+    ],
+    ids=["updated in the backward", "in 16 bits", "on NVMe"],
+)
+def test_what_a_loop_of_ones_own_leaves_in_grad_counts_as_in_memory(options: PagingOptions, nvme_path: Path) -> None:
+    memory = sharded()
+    expected = [*losses_of_a_loop(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2), refused=False)]
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options)
+        optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
+        assert [*losses_of_a_loop(nvme, optimizer, refused=True)] == expected
+
+
+def _steps_set(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"].fill_(10)
+
+
+def _state_cleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def _moments_replaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def _parameter_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+
+
+def _zeroed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("change", [_steps_set, _state_cleared, _moments_replaced, _parameter_left, _zeroed])
+def test_what_is_changed_after_the_backward_has_updated_is_refused(
+    change: Callable[[nn.Module, torch.optim.Optimizer], None], nvme_path: Path
+) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, PagingOptions(param_persistence_threshold=0, update="backward"))
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap)
+        model(batch(0)).float().square().mean().backward()
+        with pytest.raises(infinity.InfinityError, match=r'applied in the backward already.*"forward"'):  # noqa: PT012
+            change(model, optimizer)
+            optimizer.step()
+
+
+def test_a_forward_in_a_backward_that_has_updated_its_weights_is_refused(nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, PagingOptions(param_persistence_threshold=0, update="backward"))
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap)
+        model(batch(0)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                output.register_hook(lambda grad: model(batch(1)).sum() * 0 + grad)
+
+        model.blocks[0].register_forward_hook(watch)  # type: ignore[index]
+        with pytest.raises(infinity.InfinityError, match=r"in a backward that has updated its weights already"):
+            model(batch(0)).float().square().mean().backward()
 
 
 def _halve(parameters: Iterable[nn.Parameter], _: float) -> None:
