@@ -170,9 +170,13 @@ def test_the_config_that_is_written_loads_and_says_what_was_chosen(
     file = tmp_path / "config.json"
     code = plan(*arguments, "--batch-size", "2", "--accumulation", "3", "--write-config", str(file), "/nvme0")
     if strategy is None:
+        said = capsys.readouterr()
         assert code == 1
-        assert f"full training does not fit: nothing written to {file}" in capsys.readouterr().err
+        assert f"full training does not fit: nothing written to {file}\n" in said.err
         assert not file.exists()
+        file.touch()
+        plan(*arguments, "--write-config", str(file))
+        assert f"nothing written to {file}, where an older one stays" in capsys.readouterr().err
         return
     assert code == 0
     assert f"full training: fits as {strategy}" in capsys.readouterr().out

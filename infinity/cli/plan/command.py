@@ -82,12 +82,10 @@ def run(asked: argparse.Namespace) -> int:
     if told.chosen is not None:
         _write(asked, told.chosen)
         return 0
-    unwritten = [str(file) for file in (asked.write_config, asked.timeline) if file is not None]
-    if unwritten:
-        print(
-            f"infinity-bench plan: full training does not fit: nothing written to {', '.join(unwritten)}",
-            file=sys.stderr,
-        )
+    unwritten = [file for file in (asked.write_config, asked.timeline) if file is not None]
+    for file in unwritten:
+        older = ", where an older one stays" if file.exists() else ""
+        print(f"infinity-bench plan: full training does not fit: nothing written to {file}{older}", file=sys.stderr)
     return 0 if told.something_fits and not unwritten else 1
 
 
