@@ -228,8 +228,8 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
     take_from_first_rank(model.buffers(), compute_device())
 
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
-        own = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
-        take_from_first_rank(own, compute_device())
+        unsharded = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
+        take_from_first_rank(unsharded, compute_device())
         fully_shard(
             module,
             mesh=mesh,
