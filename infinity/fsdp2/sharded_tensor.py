@@ -10,9 +10,7 @@ would be its fp32 master, and its gradient would pass by FSDP2.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,14 +77,13 @@ def name_parameters(model: nn.Module) -> None:
     """From now on the sharded parameters of a model say what can't be done with them, by their names."""
     for parameter, names in parameter_names(model).items():
         _named(parameter, names[0])
-    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-    model.register_forward_pre_hook(partial(_check_data, parameters), prepend=True)
+    model.register_forward_pre_hook(_check_data, prepend=True)
     model.__dict__["__deepcopy__"] = _refuse_deepcopy
 
 
-def _check_data(parameters: list[weakref.ref[nn.Parameter]], module: nn.Module, args: Any) -> None:
+def _check_data(module: nn.Module, args: Any) -> None:
     """Raise InfinityError where somebody gave a parameter another tensor as its `.data`, which is undone: it has no shard."""
-    changed: list[Any] = [p for reference in parameters if (p := reference()) is not None and p.data_ptr()]
+    changed: list[Any] = [p for p in module.parameters() if isinstance(p, ShardedTensor) and p.data_ptr()]
     for parameter in changed:
         parameter.data = _unnamed(parameter)
     if changed:
