@@ -103,12 +103,12 @@ def printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def parsing(what: str, advice: str) -> Iterator[None]:
+def parsing(problem: str, advice: str) -> Iterator[None]:
     """Around looking into what others wrote, which may raise anything: it becomes a CheckpointError of one line.
 
     Our own errors stay as they are.
 
-    what: the file and what is the matter with it, such as "FILE is damaged". advice: what to do.
+    problem: the file and what is the matter with it, such as "FILE is damaged". advice: what to do.
     """
     try:
         yield
@@ -116,4 +116,4 @@ def parsing(what: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else in_words(error)
-        raise CheckpointError(f"{what} ({printable(why)}): {advice}") from None
+        raise CheckpointError(f"{problem} ({printable(why)}): {advice}") from None

@@ -225,11 +225,11 @@ def write_model(
     *,
     bytes_max: int,
     progress: Callable[[int], Progress],
-    beside: Iterable[Path] = (),
+    copied: Iterable[Path] = (),
 ) -> list[Path]:
     """Write a model into the folder `root`, which has none: `pieces` gives the elements of each tensor, one behind the other.
 
-    beside: files that are copied there, before the model has its name. Raises CheckpointError where `root` holds a model or a
+    copied: files that are copied there, before the model has its name. Raises CheckpointError where `root` holds a model or a
     file of these names, can't be written or lacks the space; nothing is left in it then.
     """
     with failing_as(f"writing the model to {root}"):
@@ -237,7 +237,7 @@ def write_model(
             raise CheckpointError(f"{file} is a file, not a folder: name another")
         if any(root.glob("model*.safetensors*")):
             raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
-        copies = {root / file.name: file for file in beside}
+        copies = {root / file.name: file for file in copied}
         if taken := [copy for copy in copies if os.path.lexists(copy)]:
             raise CheckpointError(f"{taken[0]} is there already: move it away, or name another folder")
         made = not root.exists()

@@ -75,7 +75,7 @@ def merge(
             lambda name: [lora.merged(name, where[name].get_tensor(name))],
             bytes_max=max_shard_bytes,
             progress=progress,
-            beside=_descriptions(source) if source.is_dir() else (),
+            copied=_descriptions(source) if source.is_dir() else (),
         )
 
 
@@ -100,8 +100,8 @@ class _Adapter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        what = f"{folder} is no adapter that PEFT has saved"
-        with parsing(what, "name the folder with adapter_config.json and adapter_model.safetensors"):
+        problem = f"{folder} is no adapter that PEFT has saved"
+        with parsing(problem, "name the folder with adapter_config.json and adapter_model.safetensors"):
             config = folder / "adapter_config.json"
             if config.stat().st_size > _CONFIG_BYTES_MAX:
                 raise ValueError("its config is too large")
@@ -118,10 +118,10 @@ class _Adapter:
             if kind is None and "lora_" in name:
                 raise CheckpointError(f"{folder}: {name} can't be merged; {_INSTEAD}")
             module = name.rpartition(".lora_")[0]
-            kept, key = (self._whole, name) if kind is None else (self._pairs.setdefault(module, {}), kind)
-            if key in kept or tensor.dtype not in _DTYPES or (kind is not None and tensor.dim() != 2):
+            holder, key = (self._whole, name) if kind is None else (self._pairs.setdefault(module, {}), kind)
+            if key in holder or tensor.dtype not in _DTYPES or (kind is not None and tensor.dim() != 2):
                 raise CheckpointError(f"{folder}: {name} can't be merged, as it is no matrix of numbers; {_INSTEAD}")
-            kept[key] = tensor
+            holder[key] = tensor
 
     def check_fits(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], base: Path) -> None:
         """Raise CheckpointError unless all of it belongs to tensors of the model, which have these dtypes and shapes."""
@@ -183,14 +183,14 @@ class _Adapter:
         command = [sys.executable, "-I", "-S", "-c", _MATCHING]
         asked = json.dumps([list(patterns), modules])
         try:
-            found = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_MATCHING_SECONDS)
+            matched = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_MATCHING_SECONDS)
         except subprocess.TimeoutExpired:
             raise CheckpointError(
                 f"{self.folder} has patterns of ranks that take more than {_MATCHING_SECONDS:g} s to match; {_INSTEAD}"
             ) from None
-        if found.returncode:
+        if matched.returncode:
             raise CheckpointError(f"{self.folder} has patterns of ranks that are no regular expressions; {_INSTEAD}")
-        return [default if pattern is None else patterns[pattern] for pattern in json.loads(found.stdout)]
+        return [default if pattern is None else patterns[pattern] for pattern in json.loads(matched.stdout)]
 
     def _check_kind(self, config: Mapping[str, Any]) -> None:
         if (kind := config.get("peft_type")) != "LORA":

@@ -180,7 +180,7 @@ def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict
             _say_single_counts(path)
         return dict(tensors_in(single))
     if not index.is_file():
-        raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
     with parsing(f"{index} is damaged or not an index of safetensors", "fetch or save it again"):
         file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         if not all(name == Path(name).name != ".." for name in file_of.values()):

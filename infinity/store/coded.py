@@ -151,8 +151,8 @@ def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | 
     ConfigError without bitsandbytes."""
     module = name.removesuffix(".weight")
     place = where[name].path if name in where else name
-    what = f"{place}: the parts of {name}, which is in 4 or 8 bits, don't fit together"
-    with parsing(what, "fetch or save it again"):
+    problem = f"{place}: the parts of {name}, which is in 4 or 8 bits, don't fit together"
+    with parsing(problem, "fetch or save it again"):
         if f"{module}.SCB" in where and name in where:
             return _int8_rows(where[name], where[f"{module}.SCB"], where.get(f"{module}.weight_format"))
         for kind in ("nf4", "fp4"):
