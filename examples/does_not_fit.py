@@ -158,7 +158,7 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
         style="bold",
     )
     console.print(
-        f"Next: infinity-bench plan --params 8B --here {args.nvme_path} says what trains on this machine; docs/quickstart.md "
+        f"Next: infinity-bench plan {args.nvme_path} --params 8B says what trains on this machine; docs/quickstart.md "
         "trains a model of your own."
     )
 
