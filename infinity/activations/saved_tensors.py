@@ -161,12 +161,12 @@ class Activations:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         if not self._is_worth_it(tensor):
-            return tensor
+            return tensor.detach()  # a node's own output would keep the graph for ever with its history
         with self._noting():
             self._forget()
             entry = self._find(tensor) or self._put(tensor)
             if entry is None:
-                return tensor
+                return tensor.detach()
             entry.handles += 1
             handle = _Handle(entry)
             weakref.finalize(handle, self._ended.append, entry).atexit = False

@@ -542,6 +542,15 @@ def test_what_is_forgotten_is_collected_with_its_files(nvme_path: Path, update: 
     assert not [*nvme_path.iterdir()]
 
 
+def test_a_forward_without_a_backward_keeps_no_file(nvme_path: Path) -> None:
+    engine = made(nvme_path, offload_activations={"device": "nvme", "buffer_bytes": "4MiB"})
+    engine(torch.ones(2, 8))
+    del engine
+    for _ in range(3):
+        gc.collect()
+    assert not [*nvme_path.iterdir()]
+
+
 @pytest.fixture(params=["step", "forward"])
 def early(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[list[infinity.Engine]]:
     """The same training in memory and on NVMe after two steps and a backward, which read the first state ahead."""
