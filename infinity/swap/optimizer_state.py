@@ -50,7 +50,6 @@ class PagedState:
         """Make what is missing: step 0 and moments of zero, as of a parameter that was never stepped (or left as they are in
         the arena)."""
         if state:
-            self.adopt_replaced(parameter, state)
             return
         shard = trained_shard(parameter)
         if self._counts_steps:
@@ -72,11 +71,15 @@ class PagedState:
             local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
         )
 
-    def adopt_replaced(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Move moments that were set by hand into the arena."""
-        for name in self.replaced(state):
-            values, state[name] = state[name], self._paged(parameter, name)
-            state[name]._local_tensor.copy_(local_of(values))
+    def adopted(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """`state`, or what it is once moments that were set by hand are in the arena: another dict, as `state_dict()` gives the
+        first one out."""
+        replaced = {name: self._paged(parameter, name) for name in self.replaced(state)}
+        if not replaced:
+            return state
+        for name, paged in replaced.items():
+            paged._local_tensor.copy_(local_of(state[name]))
+        return {**state, **replaced, **({"step": state["step"].clone()} if self._counts_steps else {})}
 
     def replaced(self, state: Mapping[str, Any]) -> list[str]:
         """The moments that are other tensors than those in the arena."""

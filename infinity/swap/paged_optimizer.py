@@ -25,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.sharding import in_backward
 from infinity.fsdp2.uncopied import elements_of
 from infinity.store.layout import Field
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
@@ -182,6 +183,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises InfinityError where some were applied there, as that step has begun.
         """
         health = self._paging.paged.health
+        if self.lap.has_applied and not in_backward():
+            self._paging.leave_unfinished_pass()  # tears the values where an exception ended that backward
         with self._paging.entered():
             if self.lap.has_applied and health.state in (Health.WHOLE, Health.PART_STEPPED):
                 raise InfinityError(
@@ -217,8 +220,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Update a group, to stay, with the gradients that arrived."""
         health = self._paging.paged.health
         if health.state is Health.WHOLE:  # the first of this backward: after it nothing is set by hand
-            for parameter, _ in self._with_groups(None):
-                self._paged_state.adopt_replaced(parameter, self.state.get(parameter, {}))
+            for parameter, state in [*self.state.items()]:
+                self.state[parameter] = self._paged_state.adopted(cast(nn.Parameter, parameter), state)
         health.note_part_stepped()
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
@@ -320,7 +323,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for parameter, group in chosen:
             if id(group) not in settings:  # once for all of its parameters
                 settings[id(group)] = self._settings(group)
-            shard, state = trained_shard(parameter), self.state[parameter]
+            shard = trained_shard(parameter)
+            state = self.state[parameter] = self._paged_state.adopted(parameter, self.state[parameter])
             self._paged_state.make(parameter, state)
             steps, first = self._paged_state.steps_of(state), self._paged_state.is_first_step(shard, state)
             grad = grads.get(shard.index)

@@ -81,8 +81,8 @@ def train(folder: Path, kind: dict[str, Any], lines: Lines, *, discrete: bool) -
                     try:
                         backward(number, lines if number == INTERRUPTED_STEP else None)
                     except KeyboardInterrupt:
-                        optimizer.zero_grad()
                         try:
+                            optimizer.zero_grad()
                             backward(number)
                         except infinity.InfinityError as error:
                             if "call step() first" not in str(error):

@@ -179,6 +179,7 @@ def test_of_what_stays_a_step_reads_the_other_state_alone(way: str, masters: str
             optimizer.expect(ACCEPTED)
             nvme(batch(number)).float().square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
             if number > 4:
                 swap.paging.finish_updates()  # as a look at all weights does
             come_to_rest(swap)
