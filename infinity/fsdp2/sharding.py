@@ -120,7 +120,8 @@ def _all_groups(model: nn.Module) -> list[Any]:
 def held_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Those that the groups of a root shard, and what they are gathered as."""
     held = [parameter for group in _all_groups(model) for parameter in group.fsdp_params]
-    return {getattr(p, name) for p in held for name in ("sharded_param", "_unsharded_param") if hasattr(p, name)}
+    shown = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
+    return {getattr(p, name) for p in held for name in shown if hasattr(p, name)}
 
 
 def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:

@@ -239,9 +239,8 @@ def make_writable(root: Path) -> None:
     except OSError as error:
         if (file := file_in_the_way(root)) is not None:
             raise StoreError(error.errno or 0, f"{file} is a file, not a folder: choose another nvme_path") from None
-        why = error.strerror
-        if isinstance(error, FileNotFoundError):
-            why = f"{[place for place in root.parents if not place.exists()][-1]} does not exist"
+        missing = [place for place in root.parents if not place.exists()]
+        why = f"{missing[-1]} does not exist" if missing else error.strerror
         raise StoreError(
             error.errno or 0, f"nvme_path {root} can't be made ({why}): create it or choose another path"
         ) from None

@@ -261,7 +261,6 @@ def test_what_cannot_be_is_an_error_in_a_line(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["info"],
         ["consolidate", "a", "b", "--dtype", "fp8"],
         ["verify", ""],

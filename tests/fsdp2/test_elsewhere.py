@@ -15,7 +15,7 @@ from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.first_values import _Whole
 from infinity.fsdp2.uncopied import UncopiedBuffer, UncopiedGradient
-from infinity.swap.taken_gradient import _made
+from infinity.swap.taken_gradient import _Gradient, _made
 
 VALUES = [1.0, 2.0, 3.0]
 
@@ -50,4 +50,4 @@ def test_they_are_found(kind: str, look: str) -> None:
 @pytest.mark.parametrize("look", LOOKS)
 def test_those_of_a_taken_gradient_are_refused(look: str) -> None:
     with pytest.raises(InfinityError, match=r"the gradient of weight is used or changed"):
-        LOOKS[look](_made(torch.Size((3,)), (1,), torch.device("cpu"), "weight"))
+        LOOKS[look](_made(torch.Size((3,)), (1,), torch.device("cpu"), _Gradient("weight")))

@@ -122,6 +122,7 @@ def trained_alone(model: nn.Module, swap: infinity.SwapManager) -> list[float]:
         loss = model(batch(number))
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -317,7 +318,10 @@ def test_a_write_between_forward_and_backward_is_refused_before_anything_changes
 
 def test_an_embedding_that_changes_its_rows_is_refused(nvme_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(12, 8, max_norm=0.1), nn.Linear(8, 8))
-    with engine_of("memory", nvme_path, model) as engine, pytest.raises(InfinityError, match=r"0\.weight.*max_norm"):
+    with (
+        engine_of("memory", nvme_path, model, infinity={}) as engine,
+        pytest.raises(InfinityError, match=r"0\.weight.*max_norm"),
+    ):
         engine(batch(0))
 
 

@@ -203,6 +203,8 @@ def test_files_may_be_those_of_the_model_inside(nvme_path: Path, monkeypatch: py
     tensors = load_file(weights / "part-0.safetensors")
     tensors["blocks.7.norm.bias"] = tensors.pop("blocks.1.norm.bias")
     save_file(tensors, weights / "part-0.safetensors")
+    index = weights / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("blocks.1.norm.bias", "blocks.7.norm.bias"))
     with pytest.raises(
         CheckpointError, match=r"missing model\.model\.blocks\.1\.norm\.bias; unknown blocks\.7\.norm\.bias$"
     ):
