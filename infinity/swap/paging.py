@@ -452,7 +452,8 @@ _pagings: weakref.WeakSet[Paging] = weakref.WeakSet()
 
 def _leave_to_parent() -> None:
     for paging in list(_pagings):
-        paging.leave_to_parent()
+        with contextlib.suppress(Exception):  # a model in the middle of a pass keeps no other one open
+            paging.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
