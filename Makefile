@@ -19,7 +19,7 @@ TEST_PROCESSES = $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores <
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev setup-docs docs demo demo-words test test-long torture fuzz test-deepspeed test-transformers test-peft \
+.PHONY: help setup setup-test setup-dev setup-docs docs demo demo-words test replay-records test-long torture fuzz test-deepspeed test-transformers test-peft \
 	test-lightning test-deepspeed-own test-integrations test-torch wheels test-wheel release-check lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
@@ -50,6 +50,9 @@ demo-words:
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 	$(VENV_PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--no-loadscope-reorder -m "not long" $(ARGS)
+
+replay-records: setup-test ## write the records of tests/replay anew, after a change of what is read when
+	INFINITY_RENEW_REPLAYS=1 $(VENV_PYTHON) -m pytest tests/replay $(ARGS)
 
 test-long: setup-test ## what the suite leaves out because it takes minutes
 	$(VENV_PYTHON) -m pytest --ignore tests/integrations -m long $(ARGS)
