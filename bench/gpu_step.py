@@ -8,8 +8,8 @@ per run; with --save these are appended to bench/results/gpu_step.jsonl. Without
 sizes. DeepSpeed runs with the options of bench/step_worker.py.
 
 `compute_seconds` is for how long the GPU runs kernels in a step, `drive_seconds` what the drive needs for the step's bytes
-while it reads and writes, `floor_seconds` the larger of the two. `h2d` and `d2h` are seconds of copies, and how many of them
-pass while nothing is computed ("exposed"), seen by torch's profiler in one more step.
+while it reads and writes, `lower_bound_seconds` the larger of the two. `h2d` and `d2h` are seconds of copies, and how many of
+them pass while nothing is computed ("exposed"), seen by torch's profiler in one more step.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
             engine.start_trace()
             step()
             engine.stop_trace(Path(order["trace_dir"]) / f"step-{order['params']}-{order['batch_size']}.json")
-        line["floor_seconds"] = max(line["drive_seconds"], line.get("compute_seconds", 0.0))
+        line["lower_bound_seconds"] = max(line["drive_seconds"], line.get("compute_seconds", 0.0))
         options = engine.swap.paging.options
         moment_bytes = MOMENT_BYTES_OF[order["moments_dtype"]]
         scheme = Scheme(

@@ -63,11 +63,3 @@ except AttributeError as error:
     subprocess.run([sys.executable, "-c", code], check=True)
     command = [sys.executable, "-m", "infinity.utils.zero_to_fp32", "--help"]
     assert "checkpoint_dir" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def test_an_old_name_still_works_and_names_the_new_one() -> None:
-    from infinity.swap.manager import SwapStats
-
-    counters = dict.fromkeys(SwapStats.__dataclass_fields__, 0) | {"mispredictions": 3, "drives": ()}
-    with pytest.deprecated_call(match="mispredictions"):
-        assert SwapStats(**counters).surprises == 3  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GLOSSARY = "docs/glossary.md"
-CHANGELOG = "CHANGELOG.md"
 TABLE_HEADING = "## Words we do not use"
 
 SCANNED = ("infinity", "csrc", "docs", "bench", "examples", "README.md", "CONTRIBUTING.md")
@@ -35,8 +34,6 @@ class Words(NamedTuple):
 
     everywhere: frozenset[str]
     as_name: frozenset[str]
-    deprecated: frozenset[str] = frozenset()
-    """Old public names that are kept for one release."""
 
 
 class Finding(NamedTuple):
@@ -55,13 +52,7 @@ def forbidden_words(root: Path) -> Words:
     for row in re.findall(r"^\| (`.*)\|$", section, re.MULTILINE):
         terms, scope, _ = (cell.strip() for cell in row.split("|"))
         words[scope].update(re.findall(r"`([^`]+)`", terms))
-    return Words(frozenset(words["everywhere"]), frozenset(words["as a name"]), deprecated_names(root))
-
-
-def deprecated_names(root: Path) -> frozenset[str]:
-    """The first column of the table under "Deprecated" in the changelog, without the class: `SwapStats.surprises`."""
-    _, _, section = (root / CHANGELOG).read_text().partition("### Deprecated")
-    return frozenset(re.findall(r"^\| `(?:\w+\.)?(\w+)`", section.partition("###")[0], re.MULTILINE))
+    return Words(frozenset(words["everywhere"]), frozenset(words["as a name"]))
 
 
 def plain(text: str) -> str:
@@ -71,9 +62,6 @@ def plain(text: str) -> str:
 
 def words_in_text(text: str, words: Words) -> Iterator[tuple[int, str]]:
     """The line of each forbidden word or phrase in prose and identifiers, and the word."""
-    if words.deprecated:  # where they are defined, quoted, or named with their class
-        names = "|".join(words.deprecated)
-        text = re.sub(rf"""((?<=def )|(?<=[."'`]))({names})\b""", "", text)
     spaced = plain(text)
     phrases = "|".join(BETWEEN_WORDS.join(map(re.escape, phrase.split())) for phrase in sorted(words.everywhere))
     for match in re.finditer(rf"(?<![a-z])(?:{phrases})(?![a-z])", spaced):
@@ -134,24 +122,9 @@ A shelf in prose.
 """
 
 
-CHANGES = """
-### Deprecated
-
-| Old name | New name |
-|---|---|
-| `Stats.shelf_bytes` | `Stats.store_bytes` |
-| `shelf_seconds` in the JSON | `store_seconds` |
-
-### Fixed
-
-- `shelf_numel`
-"""
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     write(tmp_path, GLOSSARY, TABLE.replace("A shelf in prose.", ""))
-    write(tmp_path, CHANGELOG, CHANGES)
     return tmp_path
 
 
@@ -185,7 +158,6 @@ def test_the_glossary_forbids_words_of_both_kinds() -> None:
         ("csrc/aio/a.h", "// hand_over()\n", ":1: hand over"),
         ("docs/page.md", "In the shelf.\n", ":1: shelf"),
         ("README.md", "Shelf\n", ":1: shelf"),
-        ("infinity/a.py", "def f():\n    return shelf_bytes\n", ":2: shelf"),
         ("infinity/a.py", "def shelf_numel(): ...\n", ":1: shelf"),
     ],
 )
@@ -202,8 +174,6 @@ def test_checker_finds_a_forbidden_word(tree: Path, file: str, text: str, expect
         '"""Parameters rest on NVMe, the rest of them at rest."""\n',
         "def is_at_rest(): ...\n",
         "restore = interest = 1\n",
-        'def shelf_bytes():\n    warn("Stats.shelf_bytes is deprecated")\n',
-        'result = {"shelf_seconds": 1}\n',
     ],
 )
 def test_checker_passes_plain_english(tree: Path, text: str) -> None:

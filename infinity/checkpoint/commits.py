@@ -54,6 +54,7 @@ _UNPAGED_KEYS = frozenset(
         "client_state",
         "rng",
         "param_groups",
+        "group_names",
         "steps",
         "buffers",
     }

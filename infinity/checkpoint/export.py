@@ -93,14 +93,7 @@ def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, Unread]]:
 
 def _group_names(stored: StoredArena, unpaged_state: dict[str, Any]) -> list[list[str]]:
     """The parameters of each of the optimizer's groups."""
-    groups, names = unpaged_state["param_groups"], unpaged_state.get("group_names")
-    if names is None and len(groups) == 1:
-        return [list(unpaged_state["steps"])]
-    if names is None:
-        raise CheckpointError(
-            f"{stored.path} was saved by an earlier version, which did not note the parameters of each of its {len(groups)} "
-            'groups: load it and save it with format="dcp"'
-        )
+    groups, names = unpaged_state["param_groups"], unpaged_state["group_names"]
     in_model = [param.name for param in stored.parameters]
     if not (
         isinstance(names, list)

@@ -239,8 +239,8 @@ def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
     """Raise CheckpointError unless training can go on from a record: see `check_resumable`."""
     has_moments = zip(record.layout.parameters, record.commit.stepped, strict=True)
     moments = {parameter.name for parameter, bit in has_moments if bit == "1"}
-    steps, groups = unpaged_state["steps"], unpaged_state.get("group_names")  # earlier versions noted no groups
-    stepped = None if groups is None else {name for group in groups for name in group}
+    steps, groups = unpaged_state["steps"], unpaged_state["group_names"]
+    stepped = {name for group in groups for name in group}
     check_resumable(moments, steps, counts_steps=bool(steps), stepped=stepped)
 
 

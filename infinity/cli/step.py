@@ -291,7 +291,6 @@ def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel:
         "torch_in_memory_seconds": torch_seconds,
         "drive_seconds": drive_seconds,
         "lower_bound_seconds": lower_bound,
-        "floor_seconds": lower_bound,  # deprecated
         "over_lower_bound": median["seconds"] / lower_bound
         if lower_bound > 0
         else None,  # all cached, and none to compare with

@@ -6,7 +6,6 @@ No state of its own: an `Engine` is one of these, and sets the attributes.
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -239,11 +238,6 @@ class DeepSpeedSurface:
         saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
         drives = DriveSpeed(read_bytes_per_s, write_bytes_per_s)
         return max(compute_seconds, drives.lower_bound_seconds(read + saved_read, written + saved_written))
-
-    def step_floor_seconds(self, **arguments: float) -> float:
-        """Deprecated name of `step_lower_bound_seconds`."""
-        warnings.warn("Engine.step_floor_seconds is now step_lower_bound_seconds", DeprecationWarning, stacklevel=2)
-        return self.step_lower_bound_seconds(**arguments)
 
     # The weights alone.
 

@@ -2,7 +2,7 @@
 
 No torch here, and no I/O: bytes in, a checked record out. Anybody may have written the file, so every field is checked.
 
-    infinity-commit 3 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line; the hash covers all that follows it
+    infinity-commit 5 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line; the hash covers all that follows it
     commit (JSON) | arena layout (JSON) | ties (int32) | unpaged state (the runtime's bytes) | sums (CRC-32C of the pages)
 """
 
@@ -24,18 +24,6 @@ from infinity.store.layout import Field as LayoutField
 from infinity.units import GIB
 
 VERSION = 5
-_READ = (1, 2, 3, 4, VERSION)
-"""Formats that are read. In the first, the unpaged state was larger; the first two have older names of fields; the first three
-know no whole matrices, and the first four no moments but fp32."""
-_RENAMED = 3
-"""The first format with the names of today."""
-_OLDER_NAMES = {
-    b'"copy_dtype":': b'"compute_dtype":',
-    b'"copy_itemsize":': b'"compute_itemsize":',
-    b'"halves":': b'"slots":',
-}
-"""As they are in JSON, where a quotation mark inside a string has a backslash before it."""
-
 SUM_BYTES = 4
 """Bytes of the checksum of a page."""
 RECORD_BYTES_MAX = 16 * GIB
@@ -85,8 +73,8 @@ class ArenaLayout:
         rank, ranks: this rank's number, and how many there are. shards: over how many of them each parameter is sharded.
         compute_dtype: dtype in which parameters are gathered.
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
-        moments: the optimizer's names for its numbers per element, in the order of the fields. Older records, which are
-            Adam's, have none. matrix_moments: how many of these, the last ones, are of whole matrices, which have no others.
+        moments: the optimizer's names for its numbers per element, in the order of the fields.
+        matrix_moments: how many of these, the last ones, are of whole matrices, which have no others.
         moments_dtype: of all of them; uint8 for codes with scales.
     """
 
@@ -99,9 +87,9 @@ class ArenaLayout:
     arena_bytes: _Count
     parameters: tuple[StoredParameter, ...]
     sub_groups: tuple[StoredSubGroup, ...]
-    moments: Annotated[tuple[_Name, ...], Field(max_length=len(MOMENTS))] = ("exp_avg", "exp_avg_sq")
-    matrix_moments: Annotated[int, Field(ge=0, le=len(MOMENTS))] = 0
-    moments_dtype: MomentsDtype = "float32"
+    moments: Annotated[tuple[_Name, ...], Field(max_length=len(MOMENTS))]
+    matrix_moments: Annotated[int, Field(ge=0, le=len(MOMENTS))]
+    moments_dtype: MomentsDtype
 
     def moments_of(self, *, whole: bool) -> dict[str, LayoutField]:
         """The fields of what the optimizer keeps of each element, by its names: of whole matrices, or of the others."""
@@ -168,9 +156,8 @@ def parse_record(content: bytes, layout: ArenaLayout | None = None) -> Record:
     line = _FIRST_LINE.match(content[:_LINE_BYTES_MAX])
     if line is None:
         raise ValueError("it does not begin as a commit record does")
-    if int(line[1]) not in _READ:
-        formats = " and ".join(map(str, _READ))
-        raise ValueError(f"it has format {int(line[1])}, and this version of infinity reads formats {formats}")
+    if int(line[1]) != VERSION:
+        raise ValueError(f"it has format {int(line[1])}, and this version of infinity reads format {VERSION}")
     lengths = [int(length) for length in line.groups()[2:]]
     if len(content) != line.end() + sum(lengths):
         raise ValueError(f"it has {len(content)} bytes instead of {line.end() + sum(lengths)}")
@@ -182,21 +169,11 @@ def parse_record(content: bytes, layout: ArenaLayout | None = None) -> Record:
     if _hash(sections) != line[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
     head, layout_json, ties, unpaged_state, sums = sections
-    if int(line[1]) < _RENAMED:
-        if _renamed(layout_json) == layout_json:
-            raise ValueError(f"it says that it has format {int(line[1])}, and has the names of another")
-        head, layout_json = _renamed(head), _renamed(layout_json)
     if layout is None or layout_json != layout.as_json:
         layout = parse_json(ArenaLayout, layout_json)
     record = Record(parse_json(Commit, head), layout, ties, unpaged_state, sums)
     _check_counts(record)
     return record
-
-
-def _renamed(section: bytes) -> bytes:
-    for older, name in _OLDER_NAMES.items():
-        section = section.replace(older, name)
-    return section
 
 
 def _hash(sections: Sequence[bytes]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +41,7 @@ from infinity.store.foreign import StoredParameter
 from infinity.store.layout import Layout
 from infinity.swap import budget
 from infinity.swap.machinery import Drives, Machinery
-from infinity.swap.options import PagingOptions, options_from_arguments
+from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paging import Paging
 from infinity.swap.plan import ModelOutline, plan_model
@@ -87,13 +86,6 @@ class SwapStats:
             drives=tuple(engine.drives),
         )
 
-    @property
-    def surprises(self) -> int:
-        """Deprecated: `mispredictions`."""
-        message = "SwapStats.surprises is deprecated: use SwapStats.mispredictions"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.mispredictions
-
 
 class SwapManager:
     """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
@@ -115,8 +107,7 @@ class SwapManager:
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
             before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
-        io_options: fields of `io` by name, which count instead: `backend="threads"`. `host_bytes_max`, the name of
-            `pinned_bytes_max` until 0.1, is deprecated.
+        io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -137,9 +128,6 @@ class SwapManager:
         run: DurableRun | None = None,
         **io_options: Any,
     ) -> None:
-        if "host_bytes_max" in io_options:
-            warnings.warn("host_bytes_max of SwapManager is now pinned_bytes_max", DeprecationWarning, stacklevel=2)
-            pinned_bytes_max = io_options.pop("host_bytes_max")
         self.run = run
         self._memory_bytes = budget.memory_of_rank()
         self._pinned_bytes = None if pinned_bytes_max == "auto" else parse_bytes(pinned_bytes_max)
@@ -169,22 +157,6 @@ class SwapManager:
             self._tensors = TensorStore(self._open())
         return self._tensors
 
-    def register(self, name: str, tensor: torch.Tensor) -> None:
-        """Deprecated: `tensors.register`."""
-        self._deprecated("register").register(name, tensor)
-
-    def prefetch(self, name: str) -> bool:
-        """Deprecated: `tensors.prefetch`."""
-        return self._deprecated("prefetch").prefetch(name)
-
-    def use(self, name: str) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Deprecated: `tensors.use`."""
-        return self._deprecated("use").use(name)
-
-    def update(self, name: str) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Deprecated: `tensors.update`."""
-        return self._deprecated("update").update(name)
-
     def flush(self) -> None:
         """Run what waits, and wait until everything is on the drives (fdatasync). Raises IoError when a write failed."""
         if self._machinery is None and not self._closed:
@@ -204,7 +176,6 @@ class SwapManager:
         options: PagingOptions | None = None,
         *,
         weights: str | os.PathLike[str] | None = None,
-        **deprecated: Any,
     ) -> Paging:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
@@ -216,7 +187,6 @@ class SwapManager:
             options: what rests where, and when it is updated; the defaults where None.
             weights: safetensors (as for `initialize`) in which frozen parameters stay: they are read from there and take no
                 place in the arena, where their dtype there is one of 8 to 32 bits. A durable run keeps all in its own files.
-            deprecated: fields of `PagingOptions` by name, or by the name they had as arguments of this method until 0.1.
 
         A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
         BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
@@ -227,10 +197,6 @@ class SwapManager:
         release(model)  # what a forward before this has gathered
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
-        if deprecated:
-            if options is not None:
-                raise TypeError(f"page() takes either options or keyword arguments, not both: {', '.join(deprecated)}")
-            options = options_from_arguments(deprecated, dtype)
         mesh = groups[0].parameters[0].sharded.device_mesh
         options = (options or PagingOptions()).for_ranks(mesh.size(-1))
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
@@ -446,10 +412,6 @@ class SwapManager:
     @property
     def _budget_bytes(self) -> int | None:
         return self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-
-    def _deprecated(self, name: str) -> TensorStore:
-        warnings.warn(f"SwapManager.{name} is now SwapManager.tensors.{name}", DeprecationWarning, stacklevel=3)
-        return self.tensors
 
 
 def _checked_place(

@@ -5,10 +5,9 @@ A field has the name of its config key wherever there is one.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
@@ -171,39 +170,3 @@ _LEAST: Mapping[str, int] = {
 def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
-
-
-_OLD_NAMES: Mapping[str, tuple[str, Callable[[Any, torch.dtype], Any]]] = {
-    "resident_numel_below": ("param_persistence_threshold", lambda value, dtype: value),
-    "resident_small_numel_max": ("model_persistence_threshold", lambda value, dtype: value),
-    "resident_numel_max": ("max_in_cpu", lambda value, dtype: value),
-    "cache_bytes": ("host_cache_bytes", lambda value, dtype: value),
-    "look_ahead_bytes": (
-        "prefetch_bucket_size",
-        lambda value, dtype: None if value is None else value // dtype.itemsize,
-    ),
-    "split_master": ("master_weights", lambda value, dtype: "split" if value else "full"),
-    "activation_bytes": ("activation_buffer_bytes", lambda value, dtype: value),
-}
-"""Arguments of `SwapManager.page` until 0.1: the field's name now, and its value (for compute parameters of this dtype)."""
-
-
-def options_from_arguments(arguments: Mapping[str, Any], dtype: torch.dtype) -> PagingOptions:
-    """The options that keyword arguments of `SwapManager.page` say, which are deprecated, under today's names or older ones.
-
-    Raises TypeError for a name that never was one, ConfigError for a value that can't be.
-    """
-    known = {field.name for field in fields(PagingOptions)}
-    renamed: dict[str, Any] = {}
-    for old, value in arguments.items():
-        name, convert = _OLD_NAMES.get(old, (old, lambda value, dtype: value))
-        if name not in known:
-            raise TypeError(f"page() got an unexpected keyword argument {old!r}")
-        renamed[name] = convert(value, dtype)
-    said = ", ".join(f"{name}={value!r}" for name, value in renamed.items())
-    warnings.warn(
-        f"keyword arguments of SwapManager.page() are deprecated: call page(model, PagingOptions({said}))",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return PagingOptions(**renamed)

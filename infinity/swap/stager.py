@@ -404,6 +404,6 @@ def _ended(chunks: Iterable[Chunk], has_ended: Callable[[Chunk], bool]) -> list[
 def _too_small(pool: PinnedPool | PoolPart, nbytes: int, who: str) -> BudgetError:
     return BudgetError(
         f"{who} needs {format_bytes(nbytes)} of the pinned pool at once, which holds {format_bytes(pool.nbytes)}, "
-        f"{format_bytes(pool.leased_bytes)} of them in use: raise pinned_bytes_max (host_bytes_max) to at least "
+        f"{format_bytes(pool.leased_bytes)} of them in use: raise pinned_bytes_max to at least "
         f"{format_bytes(pool.leased_bytes + 3 * nbytes)}"
     )

@@ -25,7 +25,6 @@ from infinity.checkpoint import export as exporting
 from infinity.checkpoint import piecewise
 from infinity.checkpoint.dcp_storage import CarefulFiles
 from infinity.cli.ckpt import main
-from infinity.runtime.engine_state import EngineState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -209,21 +208,6 @@ def test_what_cannot_be_is_an_error_in_a_line(
     arena.write_bytes(content)
     assert "rank0.arena is damaged (its bytes are not" in told(str(saved), str(tmp_path / "out"))
     assert sorted(saved.parent.iterdir()) == before
-
-
-def test_checkpoints_of_before_do_not_say_what_is_in_which_group(
-    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capture = EngineState.capture_unpaged
-    monkeypatch.setattr(
-        EngineState,
-        "capture_unpaged",
-        lambda *arguments: {k: v for k, v in capture(*arguments).items() if k != "group_names"},
-    )
-    with ours(nvme_path) as engine:
-        engine.save_checkpoint(tmp_path / "saved")
-    with pytest.raises(infinity.CheckpointError, match=r"earlier version.* 2 groups: load it and save it with format="):
-        exporting.export(tmp_path / "saved", tmp_path / "out")
 
 
 def test_ctrl_c_leaves_nothing(saved: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_json_holds_the_published_example(capsys: pytest.CaptureFixture[str]) ->
     assert 8 * last["plain_read_bytes_per_rank"] == 1120 * 10**9
     assert 8 * last["plain_written_bytes_per_rank"] == 980 * 10**9
     assert last["lower_bound_seconds"] == pytest.approx(61, rel=0.01)
-    assert last["step_seconds"] >= last["lower_bound_seconds"] == last["floor_seconds"]
+    assert last["step_seconds"] >= last["lower_bound_seconds"]
     assert found["model"]["params"] == 70 * 10**9
     assert found["tokens_per_step"] == 8 * 2048
     json.dumps(found, allow_nan=False)

@@ -12,7 +12,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
 from infinity.schedule import pinned
 from infinity.store.layout import SPACE_ALIGN, Field, Layout
-from infinity.swap.options import PagingOptions, options_from_arguments
+from infinity.swap.options import PagingOptions
 from infinity.swap.plan import ModelOutline, ModelPlan, plan_model
 from infinity.units import MIB
 
@@ -146,32 +146,6 @@ def test_what_is_cached_comes_on_top() -> None:
     assert 0 < layout.cached_bytes <= MIB // 3
     assert {field for sub in layout.sub_groups for field in sub.cached} == {Field.COMPUTE}
     assert pinned_bytes - layout.cached_bytes == planned(pinned_bytes - layout.cached_bytes).pinned_bytes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ({"update": "forward"}, PagingOptions(update="forward")),
-        (
-            {"resident_numel_below": 7, "resident_small_numel_max": 8, "resident_numel_max": 9},
-            PagingOptions(param_persistence_threshold=7, model_persistence_threshold=8, max_in_cpu=9),
-        ),
-        ({"split_master": False, "cache_bytes": 5}, PagingOptions(master_weights="full", host_cache_bytes=5)),
-        (
-            {"look_ahead_bytes": 10, "activation_bytes": 4},
-            PagingOptions(prefetch_bucket_size=5, activation_buffer_bytes=4),
-        ),
-        ({"look_ahead_bytes": None, "moments": []}, PagingOptions(moments=())),
-    ],
-)
-def test_keyword_arguments_of_page_go_on_for_one_release(arguments: dict[str, Any], options: PagingOptions) -> None:
-    with pytest.warns(DeprecationWarning, match="PagingOptions"):
-        assert options_from_arguments(arguments, torch.bfloat16) == options
-
-
-def test_an_argument_that_page_never_had_is_an_error() -> None:
-    with pytest.raises(TypeError, match="surprise"):
-        options_from_arguments({"surprise": 1}, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -328,18 +328,3 @@ def test_any_order_of_calls_keeps_the_bytes(nvme_path: Path, sizes: list[int], m
             with swap.tensors.use(str(k)) as found:
                 assert found.unique().tolist() == [expected]
     assert list(nvme_path.iterdir()) == []
-
-
-def test_what_the_swap_manager_did_itself_goes_on_for_one_release(swap: SwapManager) -> None:
-    with pytest.warns(DeprecationWarning, match=r"SwapManager\.tensors\.register"):
-        swap.register("x", torch.ones(3))
-    with pytest.warns(DeprecationWarning, match=r"SwapManager\.tensors\.use"), swap.use("x") as x:
-        assert torch.equal(x, torch.ones(3))
-
-
-def test_the_old_name_of_the_budget_goes_on_for_one_release(nvme_path: Path) -> None:
-    with (
-        pytest.warns(DeprecationWarning, match="pinned_bytes_max"),
-        SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend="threads") as swap,
-    ):
-        assert swap.stats().pinned_bytes == POOL_BYTES

@@ -713,7 +713,7 @@ def test_pool_full_of_what_is_in_use_is_a_budget_error_with_a_number(bench: Benc
         bench.stager.acquire(starved)
     assert str(caught.value) == (
         "chunk 2 needs 16.00 KiB of the pinned pool at once, which holds 32.00 KiB, 24.00 KiB of them in use: "
-        "raise pinned_bytes_max (host_bytes_max) to at least 72.00 KiB"
+        "raise pinned_bytes_max to at least 72.00 KiB"
     )
     assert starved.state is ChunkState.ON_NVME
     assert bench.pool.leased_bytes == 6 * PAGE

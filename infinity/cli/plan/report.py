@@ -311,7 +311,6 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
-        "floor_seconds": plan.lower_bound_seconds,  # deprecated
         "plain_read_bytes_per_rank": plan.plain_bytes[0],
         "plain_written_bytes_per_rank": plan.plain_bytes[1],
     }
