@@ -72,14 +72,7 @@ class AioConfig(Block):
     intra_op_parallelism: Positive = key(
         1, "I/O threads; another name for `infinity.rings`, and the larger of the two is used.", unit="threads"
     )
-    use_gds: Flag = key(
-        False,
-        "Whether parameters are read from the drives to the GPU past host memory (GPUDirect Storage), where kvikio and "
-        "nvidia-fs are installed and `infinity.checksums` is off; a note says what is missing where they are not.",
-        in_deepspeed="Acted on where there is a driver for it. Writes and optimizer state always go through pinned memory.",
-    )
-
-    ignored_keys = names_of("single_submit overlap_events")
+    ignored_keys = names_of("single_submit overlap_events use_gds")
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 
 

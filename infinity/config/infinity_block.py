@@ -147,7 +147,7 @@ class InfinityConfig(Block):
         "NVMe. auto is "
         "backward. It is forward with `keep_grad`, and where the step would have to accept, but the drives would not have as "
         "much space left as the second slot takes, or nothing could be updated so, as all of it rests partly in host memory "
-        "or has its gradient on NVMe, or `aio.use_gds` wants reads past host memory.",
+        "or has its gradient on NVMe.",
     )
     schedule: Annotated[Schedule, choice(Schedule)] = key(
         "auto",

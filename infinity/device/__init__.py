@@ -2,7 +2,6 @@
 
 from infinity.device.arithmetic import cpu_multiplies_fast_in, why_slow
 from infinity.device.buffers import HostBuffer, HostBuffers
-from infinity.device.direct import DirectRead, DirectReader, direct_reader_for
 from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 from infinity.device.streams import StreamDevice, device_for
 
@@ -10,14 +9,11 @@ __all__ = [
     "CopyEvent",
     "CpuDevice",
     "Device",
-    "DirectRead",
-    "DirectReader",
     "HostBuffer",
     "HostBuffers",
     "InFlightCopy",
     "StreamDevice",
     "cpu_multiplies_fast_in",
     "device_for",
-    "direct_reader_for",
     "why_slow",
 ]

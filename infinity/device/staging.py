@@ -6,13 +6,11 @@ thread, which in a backward on CUDA is autograd's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from infinity.aio import PinnedSlab
-from infinity.device.direct import DirectRead
 
 
 class CopyEvent(Protocol):
@@ -32,14 +30,7 @@ class InFlightCopy(Protocol):
     """Fires when the copy has ended, so that the host bytes may be reused."""
 
     def on_device(self) -> torch.Tensor:
-        """The bytes on the device (1-D), for work that the current stream starts from now on.
-
-        Of direct reads, blocks until they have ended; raises IoError where one failed.
-        """
-
-
-Fill = Callable[[torch.Tensor, Any], Sequence[DirectRead]]
-"""Starts, on a stream of the device (None on a CPU), the reads that fill a tensor (1-D, on the device)."""
+        """The bytes on the device (1-D), for work that the current stream starts from now on."""
 
 
 class Device(Protocol):
@@ -61,12 +52,6 @@ class Device(Protocol):
 
     def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         """Start to copy `staged` (1-D, host memory) to the device, while that computes."""
-
-    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
-        """Start to fill memory of the device (1-D) by reads, while that computes.
-
-        The result must be held until its copy event has fired, even if it is no longer needed.
-        """
 
     def copy_event(self) -> CopyEvent:
         """An event that fires when all copies started so far have ended."""
@@ -97,20 +82,6 @@ class _InPlace:
         return self._staged
 
 
-class Filled:
-    """Device memory that reads fill, or have filled; `copied` stands for all of them."""
-
-    def __init__(self, copied: InFlightCopy, reads: Sequence[DirectRead]) -> None:
-        self.copy_event = copied.copy_event
-        self._copied, self._reads = copied, reads
-
-    def on_device(self) -> torch.Tensor:
-        self.copy_event.wait()
-        for read in self._reads:
-            read.check()
-        return self._copied.on_device()
-
-
 class CpuDevice:
     """Computes on the staged bytes in place; a use of them is over when the call that uses them returns."""
 
@@ -126,10 +97,6 @@ class CpuDevice:
 
     def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         return _InPlace(staged)
-
-    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
-        filled = torch.empty(numel, dtype=dtype)
-        return Filled(_InPlace(filled), fill(filled, None))
 
     def copy_event(self) -> CopyEvent:
         return AlreadyCopied()

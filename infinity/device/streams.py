@@ -9,8 +9,6 @@ in the tests a fake, which checks the order).
                    so that the memory is not given to the next copy while it is still read.
     D2H            The D2H stream waits for an event of the stream that computed the bytes, recorded when the copy is started.
                    The source is noted as used by the D2H stream, so it may be dropped at once.
-    direct reads   from a drive into memory of the device are work of the H2D stream, too. The host waits for the event after
-                   them before it returns the memory: only then is it known whether they succeeded.
     host memory    is touched only after the event of the copy that reads or writes it has fired; by another copy also where
                    its stream comes after that one: a sum may go back to where its first part was read from.
 
@@ -23,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from infinity.device.cuda import CudaRuntime
-from infinity.device.staging import CopyEvent, CpuDevice, Device, Fill, Filled, InFlightCopy
+from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 
 
 def device_for(torch_device: torch.device) -> Device:
@@ -78,11 +76,6 @@ class StreamDevice:
         taken = self._runtime.empty(staged.numel(), staged.dtype, self._h2d)
         self._runtime.start_copy(taken, staged, self._h2d)
         return _Copied(self._runtime, taken, self._h2d.record_event())
-
-    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
-        filled = self._runtime.empty(numel, dtype, self._h2d)
-        reads = fill(filled, self._h2d)
-        return Filled(_Copied(self._runtime, filled, self._h2d.record_event()), reads)
 
     def copy_event(self) -> CopyEvent:
         return StreamCopyEvent(self._h2d.record_event())

@@ -194,9 +194,8 @@ def _fit(
     why, notes = None, []
     with raise_on_all_ranks():
         try:
-            past_host = resolved.config.aio.use_gds  # where the host doesn't have what it would update in the backward
             has_effect = check(options=resolved.paging, unasked=unasked)
-            why = "" if unasked and (past_host or not has_effect) else None
+            why = "" if unasked and not has_effect else None
         except StoreError as error:
             if not unasked:
                 raise
@@ -261,7 +260,6 @@ def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -
         bandwidths=storage.bandwidths,
         lock_memory=infinity.lock_memory,
         pin_memory=all(block.pin_memory for block in blocks),
-        direct=config.aio.use_gds,
         checksums=infinity.checksums,
         run=run,
     )

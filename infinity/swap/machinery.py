@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
-from infinity.device import Device, DirectReader, HostBuffers, direct_reader_for
+from infinity.device import Device, HostBuffers
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import measure_drive
 from infinity.store.arena import Arena, check_free
@@ -19,7 +19,6 @@ from infinity.store.durable import DurableRun
 from infinity.store.foreign import ForeignFiles
 from infinity.store.placement import step_bandwidth
 from infinity.store.run_folder import Folder, NoFolder, RunFolder
-from infinity.swap.direct import DirectReads
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager
 
@@ -129,8 +128,6 @@ class Machinery:
         self.stager = Stager(self.engine, self.pool, self.arena, device)
         self.foreign: ForeignFiles | None = None
         """Files of the user, in which a part of the model rests."""
-        self.direct: DirectReads | None = None
-        """Reads past host memory, where they were asked for and can be done."""
         self._take_device(device, pin=False)
         if drives.count > 1:
             parts = ", ".join(f"{share:.0%} on {path}" for path, share in self.arena.shares)
@@ -149,30 +146,12 @@ class Machinery:
             *self.host_memory.notes,
         ]
 
-    def note(self, line: str) -> None:
-        """One more of `notes`."""
-        self._notes.append(line)
-
-    def adopt(self, device: Device, *, pin: bool, direct: bool) -> None:
-        """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it. `direct`: whether
-        what is read for it is to go there past host memory."""
+    def adopt(self, device: Device, *, pin: bool) -> None:
+        """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it."""
         self._take_device(device, pin=pin)
         refused = device.register(self.pool.slab) if pin else None
         if refused:
             self._notes.append(refused)
-        if direct and self.direct is None:
-            self._open_direct(device)
-
-    def _open_direct(self, device: Device) -> None:
-        reader: DirectReader | str
-        if self.arena.file.checked:
-            reader = "infinity.checksums is on, and what goes past host memory passes no checksum: set it to false"
-        else:
-            reader = direct_reader_for(device.torch_device, self.arena.descriptors)
-        if isinstance(reader, str):
-            self._notes.append(f"transfers go through pinned host memory, although aio.use_gds is set: {reader}")
-        else:
-            self.direct = DirectReads(reader, self.arena, device, self.stager)
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Raises IoError when a write failed that nobody waited for."""
@@ -184,8 +163,6 @@ class Machinery:
             closing.callback(self.stager.device.unregister, self.pool.slab)
             closing.callback(self.host_memory.close)
             closing.callback(self.engine.close)
-            if self.direct is not None:
-                closing.callback(self.direct.close)
             closing.callback(self.stager.drop_all)
             closing.callback(self.host_gradients.close)
             self.stager.settle_all()

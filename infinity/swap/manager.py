@@ -72,9 +72,9 @@ class SwapStats:
     @staticmethod
     def of(machinery: Machinery, paging: Paging | None) -> SwapStats:
         """The counters now."""
-        engine, pool, direct = machinery.engine, machinery.pool, machinery.direct
+        engine, pool = machinery.engine, machinery.pool
         return SwapStats(
-            read_bytes=engine.read_bytes + (direct.read_bytes if direct else 0),
+            read_bytes=engine.read_bytes,
             written_bytes=engine.written_bytes,
             stall_seconds=engine.stall_seconds,
             demand_reads=machinery.stager.demand_reads,
@@ -102,8 +102,6 @@ class SwapManager:
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
         pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
-        direct: read parameters from the drives to the GPU past host memory, where this can be done (GPUDirect Storage through
-            kvikio, and `checksums` off); `notes` say why where it can't. See docs/gpu.md, "Past host memory".
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
             before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
@@ -120,7 +118,6 @@ class SwapManager:
         io: IoSettings | None = None,
         lock_memory: bool = False,
         pin_memory: bool = True,
-        direct: bool = False,
         checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
@@ -141,7 +138,7 @@ class SwapManager:
         self._drives = Drives(
             paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
         )
-        self._lock_memory, self._pin_memory, self._wants_direct = lock_memory, pin_memory, direct
+        self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
         self._device: Device = CpuDevice()
         self._tensors: TensorStore | None = None
@@ -210,7 +207,7 @@ class SwapManager:
             self._device = _device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
             machinery.foreign = foreign
-            machinery.adopt(self._device, pin=self._pin_memory, direct=self._wants_direct)
+            machinery.adopt(self._device, pin=self._pin_memory)
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
@@ -227,7 +224,6 @@ class SwapManager:
                 stager=machinery.stager,
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
-                direct=machinery.direct is not None,
                 foreign=foreign,
                 stored=options.stored_in_words(durable=self.run is not None),
             )
@@ -305,11 +301,6 @@ class SwapManager:
     def backend(self) -> str:
         """The I/O backend in use."""
         return self._open().engine.backend
-
-    @property
-    def reads_directly(self) -> bool:
-        """Whether parameters go past host memory where they can: see `direct`."""
-        return self._open().direct is not None
 
     @property
     def notes(self) -> list[str]:

@@ -48,7 +48,6 @@ class PagedModel:
             parameters.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
-        direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
         foreign: files of the user, in which shards rest that have `Shard.foreign`.
         stored: names the bytes in an error about missing space.
 
@@ -71,7 +70,6 @@ class PagedModel:
         stager: Stager,
         arena: Arena,
         host_memory: HostBuffers | None = None,
-        direct: bool = False,
         foreign: ForeignFiles | None = None,
         stored: str,
     ) -> None:
@@ -80,7 +78,7 @@ class PagedModel:
         self.compute_dtype = compute_dtype
         self.health = ModelHealth(on_ill=lambda: self.updates.clear())
         self.stager = stager
-        self._direct, self._arena = direct, arena
+        self._arena = arena
         options = options or PagingOptions()
         self.sub_groups = place_sub_groups(
             layout,
@@ -100,7 +98,7 @@ class PagedModel:
         open_chunks(layout, self.sub_groups, self.groups)
         for index in staying:
             group = self.groups[index]
-            if group.chunk is not None and not self.may_go_direct(group):
+            if group.chunk is not None:
                 group.chunk.home = stager.make_room(group.chunk.lease_bytes, group.chunk.name)
                 group.lodges = lodge
         self._slots = Slots(self.sub_groups, self.health, stager)
@@ -118,18 +116,6 @@ class PagedModel:
         self.shards = self._make_shards(shapes, shard_rank, host_memory)
         for shard in self.shards:
             shard.lodged = shard.group.lodges and shard.may_lodge(compute_dtype)
-
-    def may_go_direct(self, group: PagedGroup) -> bool:
-        """Whether a group's compute parameters go past host memory when they are read only to be gathered: see [Note: Past host
-        memory] in parameter_lap.py."""
-        if (
-            not self._direct
-            or group.chunk is None
-            or group.foreign.nbytes
-            or not all(sub.gathers_from_nvme for sub in group.members)
-        ):
-            return False
-        return not (group.updated_in_backward and group.completes)
 
     @property
     def foreign_names(self) -> frozenset[str]:

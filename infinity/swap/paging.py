@@ -111,9 +111,9 @@ class Paging:
         )  # a lease in the middle of a backward
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
-        ahead = self._make_ahead(machinery, look_ahead_bytes)
+        ahead = self._make_ahead()
         lending = Lending(paged, allowed=self.fills_parameters, holds_all=self._room_bytes >= _whole_bytes(paged))
-        self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, lending, alone=alone)
+        self.parameters = ParameterLap(paged, self.policy, ahead, lending, alone=alone)
         self._idle_threads = IdleThreads(compute_here=not self.device.is_discrete)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
@@ -428,23 +428,11 @@ class Paging:
         self._activation_stager = stager
         return stager, self._activation_part, machinery.arena
 
-    def _make_ahead(self, machinery: Machinery, look_ahead_bytes: int | None) -> DeviceAhead | None:
+    def _make_ahead(self) -> DeviceAhead | None:
         """What comes next on its way to the device, where that has memory of its own."""
         if not self.device.is_discrete:
             return None
-        groups = self.paged.groups
-        largest = max(group.compute_bytes for group in groups)
-        fetched = [group for group in groups if group.chunk is not None]
-        direct = sum(map(self.paged.may_go_direct, fetched))
-        if direct:  # these are read ahead there, and nowhere else
-            largest = max(largest, look_ahead_bytes or 0)
-        if machinery.direct is not None and direct < len(fetched):
-            some = f"only {direct} of {len(fetched)} groups go" if direct else "nothing of this model goes"
-            machinery.note(
-                f"{some} past host memory, although aio.use_gds is set: the host needs all copies of the others that are "
-                'read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
-            )
-        return DeviceAhead(self.policy, bytes_max=largest)
+        return DeviceAhead(self.policy, bytes_max=max(group.compute_bytes for group in self.paged.groups))
 
 
 _pagings: weakref.WeakSet[Paging] = weakref.WeakSet()

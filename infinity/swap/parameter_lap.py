@@ -18,12 +18,6 @@ update that only waits for the gather, with everything that it reads staged, is 
 group while the device computes the one before it. Compute parameters that stay in host memory go with those of their group, in
 one piece of their own; whatever is about to change one of them takes these back.
 
-[Note: Past host memory]
-Where something reads files straight into the device's memory (`aio.use_gds`), a group's compute parameters go that way whenever
-they are read only to be gathered: no member waits for an update, none of them rests in host memory, and the backward doesn't
-update from them. Nothing of such a group is staged; the bytes that a gather needs are read for it alone, ahead of use as far as
-the device has room. What is still to be written is waited for first; who changes the compute parameters afterwards forgets the
-group, and what was read of it with it.
 """
 
 from __future__ import annotations
@@ -36,7 +30,6 @@ from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import in_backward
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
-from infinity.swap.direct import DirectReads
 from infinity.swap.group import GroupState, PagedGroup
 from infinity.swap.lending import Lending
 from infinity.swap.paged_model import PagedModel
@@ -48,8 +41,8 @@ from infinity.swap.timeline import measured
 class ParameterLap:
     """Moves the compute parameters of one model.
 
-    policy: what to stage when. direct: reads past host memory, where they can be done. ahead: which groups go to the device
-    before they are gathered, where that has memory of its own. lending: which groups are computed with where they are staged.
+    policy: what to stage when. ahead: which groups go to the device before they are gathered, where that has memory of its
+    own. lending: which groups are computed with where they are staged.
     alone: whether the model is sharded over one rank, on which FSDP2 gathers a group as soon as it has it.
     """
 
@@ -57,13 +50,12 @@ class ParameterLap:
         self,
         paged: PagedModel,
         policy: StagingPolicy,
-        direct: DirectReads | None,
         ahead: DeviceAhead | None,
         lending: Lending,
         *,
         alone: bool,
     ) -> None:
-        self._paged, self._policy, self._direct, self._alone = paged, policy, direct, alone
+        self._paged, self._policy, self._alone = paged, policy, alone
         self._stager = paged.stager
         self.ahead, self.lending = ahead, lending
         self._asked: PagedGroup | None = None
@@ -150,8 +142,7 @@ class ParameterLap:
             self.ahead.recover()
 
     def close(self) -> None:
-        """Let go of what reads past host memory, and of what is lent."""
-        self._direct = None
+        """Take back what is lent."""
         self.lending.take_back()
 
     # The stages of a gather.
@@ -194,7 +185,7 @@ class ParameterLap:
                 )
 
     def _turn_to(self, group: PagedGroup, training: bool) -> None:
-        """The group's chunk is in use after this, or its compute parameters are on their way past host memory."""
+        """The group's chunk is in use after this."""
         if self._asked is not group:
             self.give_back_copied()
             self._asked = group
@@ -216,13 +207,8 @@ class ParameterLap:
 
     def _stage(self, group: PagedGroup) -> None:
         """Bring the group's compute parameters into its chunk's lease, and the chunk in use; or up to date where they are
-        cached; or on their way past host memory. Members that wait for an update get it now."""
+        cached. Members that wait for an update get it now."""
         updates, chunk, stager = self._paged.updates, group.chunk, self._stager
-        if self._direct is not None and chunk is not None and self._goes_direct(group):
-            if group.delivery.in_flight is None:
-                stager.let_be_read(chunk)
-                group.delivery.start(self._direct.start(chunk), None)
-            return
         waiting = updates.of(group)
         lease = stager.acquire(chunk) if chunk is not None else None
         try:
@@ -259,10 +245,7 @@ class ParameterLap:
         waiting = waiting_resident + (updates.of(group) if fetched else [])
         needed = [sub.chunk for sub in waiting if sub.moves]
         if fetched and group.chunk is not None:
-            if not self._goes_direct(group):
-                needed.append(group.chunk)
-            elif not stager.may_be_read(group.chunk):
-                return False
+            needed.append(group.chunk)
         if (waiting and not update) or not all(stager.is_ready(chunk) for chunk in needed):
             return False
         for sub in waiting_resident:
@@ -270,8 +253,7 @@ class ParameterLap:
         if fetched:
             self._stage(group)
             try:
-                if group.delivery.in_flight is None:
-                    group.start_h2d(stager.device)
+                group.start_h2d(stager.device)
             finally:
                 if group.in_use:
                     assert group.chunk is not None
@@ -279,8 +261,3 @@ class ParameterLap:
         if resident:
             group.start_resident_h2d(stager.device)
         return True
-
-    def _goes_direct(self, group: PagedGroup) -> bool:
-        """Whether its compute parameters would go past host memory now."""
-        staged = group.chunk is not None and group.chunk.state in (ChunkState.READING, ChunkState.STAGED)
-        return self._paged.may_go_direct(group) and not self._paged.updates.of(group) and not staged

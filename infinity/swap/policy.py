@@ -280,12 +280,6 @@ class StagingPolicy:
         for sub in done:
             del pending[sub]
             following.ahead.done(self.units.of(sub))
-            group = self._paged.groups[sub.layout.space] if sub.layout.space < len(self._paged.groups) else None
-            if group is not None and self._paged.may_go_direct(group) and not self._any_waits(group):
-                following.ahead.done(group.index)
-
-    def _any_waits(self, group: PagedGroup) -> bool:
-        return any(sub in self._paged.updates for sub in reversed(group.members))  # they are run in their order
 
     def _coming(self, trains: bool, cycle: Sequence[int], place: int) -> Iterator[tuple[float, int]]:
         """The uses from a place of a cycle on, soonest first, for `LookAhead`: (place, unit) of each group and of what its
@@ -297,8 +291,7 @@ class StagingPolicy:
             if index >= len(groups):  # an update in the backward, which needs the compute parameters too
                 yield from ((at, unit) for unit in self.units.with_compute(index))
                 continue
-            compute = index if not paged.may_go_direct(groups[index]) else ~index
-            yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, compute, until_done=True))
+            yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, index, until_done=True))
         yield from ((UNTIL_THE_END, ~self.units.of(sub)) for sub in tuple(paged.updates) if sub in paged.updates)
         if trains:
             yield from ((UNTIL_THE_END, unit) for unit in self._next_step(cycle))
@@ -334,8 +327,7 @@ class StagingPolicy:
         resident_sub_groups = [self.units.of(sub) for sub in group.resident_sub_groups if sub in updated]
         members = [self.units.of(sub) for sub in group.members if sub in updated]
         yield from (~unit if until_done else unit for unit in resident_sub_groups)
-        if members or not self._paged.may_go_direct(group):
-            yield compute
+        yield compute
         yield from (~unit if until_done else unit for unit in members)
 
     def _updated_in_backward(self, cycle: Sequence[int]) -> Set[PagedSubGroup]:

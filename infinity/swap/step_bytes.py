@@ -70,7 +70,6 @@ class StepBytes:
         reads: list[int] = []
         made = set(self._made)
         updating: list[int] = []
-        direct_bytes = 0
         for index in cycle:
             if index >= len(groups):
                 *gathered, unit = self._units.with_compute(index)
@@ -85,15 +84,10 @@ class StepBytes:
             resident_sub_groups = [sub for sub in group.resident_sub_groups if sub in made]
             updated = [sub for sub in group.members if sub in made]
             made -= {*resident_sub_groups, *updated}
-            if not updated and self._paged.may_go_direct(group):  # read past host memory: none of them is staged
-                uses += map(self._units.of, resident_sub_groups)
-                reads += [0] * len(resident_sub_groups)
-                direct_bytes += _compute_bytes(group)
-                continue
             uses += [*map(self._units.of, resident_sub_groups), *map(self._units.of, updated), index]
             reads += [0] * (len(resident_sub_groups) + len(updated)) + [self._first_bytes(group, updated)]
         limits = self._units.limits(self._units.staying)
-        return direct_bytes + cycle_read_bytes(uses, [*self._not_spared(uses, reads)], next_step, *limits)
+        return cycle_read_bytes(uses, [*self._not_spared(uses, reads)], next_step, *limits)
 
     def _first_bytes(self, group: PagedGroup, updated: Container[PagedSubGroup]) -> int:
         """What the first gather of a group in a step reads, for which an update makes those of `updated`. The read of one that

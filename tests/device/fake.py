@@ -9,8 +9,7 @@ happen to be there. Raises `Hazard` on
   * a copy out of bytes whose making its stream has not waited for;
   * a change of a source before the copy has run, and a lease or a buffer that goes back with such a copy in flight;
   * a transfer of a drive that begins on bytes which a copy still reads or writes;
-  * device memory that is freed while a stream other than its own may still use it, and was not noted;
-  * a read past host memory (fake_reader.py), which counts as a copy of its stream, that nobody holds any more when it runs.
+  * device memory that is freed while a stream other than its own may still use it, and was not noted.
 
 `watching()` sees every operation of torch while it is entered; the compiled optimizer, which works on addresses, is seen
 through `infinity.optim.kernel`.

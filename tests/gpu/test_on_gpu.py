@@ -164,21 +164,6 @@ def test_two_ranks_that_share_the_gpu(clipping: float, nvme_path: Path, torchrun
     assert done.stdout.count("the same") == 2
 
 
-def test_past_host_memory_is_the_same_bit_for_bit(nvme_path: Path) -> None:
-    outcomes = []
-    for direct in (False, True):
-        own = {"update": "forward", "checksums": False}
-        with engine_for(SMALL, 16, nvme_path, aio={"use_gds": direct}, infinity=own) as engine:
-            assert engine.swap is not None
-            if direct and not engine.swap.reads_directly:
-                pytest.skip(next(note for note in engine.swap.notes if "use_gds" in note))
-            losses = [step(engine, number, 16) for number in range(STEPS)]
-            outcomes.append((losses, weights(engine.module)))
-    (expected, staged), (losses, direct_weights) = outcomes
-    assert losses == expected
-    assert all(torch.equal(staged[name], direct_weights[name]) for name in staged)
-
-
 def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path) -> None:
     """In an evaluation whose compute parameters stay staged: there no drive is waited for. A training step is asked the
     same on a drive that is never late: tests/device/test_training.py.

@@ -67,7 +67,6 @@ class Case:
     master: str = "split"
     cached: float = 0.0  # this part of the state stays in host memory
     gradients_in_memory: int | str = "auto"  # bytes
-    direct: bool = False  # past host memory, where something does that
     stays: float | None = None  # this part of the compute parameters stays staged; None: some part
 
 
@@ -422,9 +421,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "offload_param": {**offload(case.parameters_on), "max_in_cpu": case.max_in_cpu},
             "offload_optimizer": offload(case.state_on),
         },
-        "aio": {"use_gds": case.direct},
         "infinity": {
-            "checksums": not case.direct,
             "pinned_bytes_max": case.pinned_bytes_max,
             "host_cache_bytes": int(case.cached * state_bytes),
             "gradient_bytes_max": case.gradients_in_memory,
