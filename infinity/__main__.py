@@ -1,4 +1,4 @@
-"""Floor 17. `python -m infinity`: which infinity this is, where it lies, and what it runs with. Loads no torch."""
+"""`python -m infinity`: which infinity this is, where it lies, and what it runs with. Loads no torch."""
 
 from __future__ import annotations
 

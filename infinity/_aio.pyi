@@ -1,4 +1,4 @@
-"""Floor 1, compiled from csrc/aio: asynchronous direct I/O between files and pinned memory.
+"""Compiled from csrc/aio: asynchronous direct I/O between files and pinned memory.
 
 Its own threads move the bytes; none of them ever enters Python. Any thread may call anything. Times are seconds of
 `time.monotonic()`, all other numbers are bytes. A failed operation raises `infinity.errors.IoError`.

@@ -1,4 +1,4 @@
-"""Floor 2.5, compiled from csrc/optim: Adam in one pass over memory, and the master weight as copy and remainder.
+"""Compiled from csrc/optim: Adam in one pass over memory, and the master weight as copy and remainder.
 
 Memory crosses as addresses: the caller answers for what lies there, and keeps it. infinity/optim/kernel.py is the face that
 checks. Any thread may call; the GIL is released while memory is worked on. Dtypes are "float32", "bfloat16", "float16", and

@@ -1,4 +1,4 @@
-"""Floor 0. Every error infinity raises on purpose: each says what failed, where, and the next move."""
+"""Every error infinity raises on purpose: each says what failed, where, and the next move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 0. Packages that only some of infinity needs: what is said when one is missing, and how to install it. Any thread."""
+"""Packages that only some of infinity needs: what is said when one is missing, and how to install it. Any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. The memory that may still be taken here: what the kernel has available, and what control groups leave of it.
+"""The memory that may still be taken here: what the kernel has available, and what control groups leave of it.
 
 Read from /proc and /sys, of which `root` is the folder. What the kernel does not say is None.
 """

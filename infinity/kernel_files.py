@@ -1,4 +1,4 @@
-"""Floor 0. The small text files under /proc and /sys, where a missing one is no error but something not known."""
+"""The small text files under /proc and /sys, where a missing one is no error but something not known."""
 
 from __future__ import annotations
 

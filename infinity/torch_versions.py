@@ -1,4 +1,4 @@
-"""Floor 0. The versions of torch that infinity is tested on, and what is said of others.
+"""The versions of torch that infinity is tested on, and what is said of others.
 
 pyproject.toml and tools/setup_venv.py name the same range; tests/test_torch_versions.py sees to it. `make test-torch` runs the
 tests on one version after another.

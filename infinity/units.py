@@ -1,4 +1,4 @@
-"""Floor 0. Bytes, counts and seconds in and out of words: "512MiB" to 536870912 and back."""
+"""Bytes, counts and seconds in and out of words: "512MiB" to 536870912 and back."""
 
 from __future__ import annotations
 

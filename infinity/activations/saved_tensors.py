@@ -1,4 +1,4 @@
-"""Floor 9. Activations that autograd saves, kept elsewhere from their forward to their backward: which ones, and for how long.
+"""Activations that autograd saves, kept elsewhere from their forward to their backward: which ones, and for how long.
 
 `make_activations` chooses the store (stores.py). Runs on the thread that runs forward and backward.
 

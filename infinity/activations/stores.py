@@ -1,4 +1,4 @@
-"""Floor 9. Places for tensors that are put away and come back soon, last put first: host memory, and the arena.
+"""Places for tensors that are put away and come back soon, last put first: host memory, and the arena.
 
 A store owns the bytes of its items until they are dropped. Used by one thread at a time.
 """

@@ -1,4 +1,4 @@
-"""Floor 3. The typed Python interface of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
+"""The typed Python interface of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
 from infinity._aio import (
     EarlySleep,

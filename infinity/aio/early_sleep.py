@@ -1,4 +1,4 @@
-"""Floor 3. OpenMP threads that sleep as soon as they have nothing to do, instead of spinning. One thread at a time."""
+"""OpenMP threads that sleep as soon as they have nothing to do, instead of spinning. One thread at a time."""
 
 from __future__ import annotations
 

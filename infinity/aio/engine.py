@@ -1,4 +1,4 @@
-"""Floor 3. The I/O engine: transfers between files and leases of the pinned pool.
+"""The I/O engine: transfers between files and leases of the pinned pool.
 
 The ring threads are in csrc/aio and never enter Python; everything here runs on the caller's thread.
 """

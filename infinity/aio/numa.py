@@ -1,4 +1,4 @@
-"""Floor 3. Places new memory on the NUMA node of the device or drive that it is for.
+"""Places new memory on the NUMA node of the device or drive that it is for.
 
 A slab is touched by the thread that makes it, and by those that are started meanwhile: so it is enough to set that thread's
 preference, which they inherit.

@@ -1,4 +1,4 @@
-"""Floor 3. The pinned pool: one slab of host memory, fixed at start, lent in leases.
+"""The pinned pool: one slab of host memory, fixed at start, lent in leases.
 
 Owns the slab and its free ranges. Used by the training thread only; the I/O threads see addresses, never the pool.
 """

@@ -1,4 +1,4 @@
-"""Floor 10. What is checked of a checkpoint or a commit before it is written or loaded. Each check raises CheckpointError."""
+"""What is checked of a checkpoint or a commit before it is written or loaded. Each check raises CheckpointError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 10. The whole model of a checkpoint, as safetensors or as a state dict. One process, no ranks.
+"""The whole model of a checkpoint, as safetensors or as a state dict. One process, no ranks.
 
 Memory is bounded by one shard of one tensor: tensors are cut by rows, so the shards one after another are the tensor, and they
 are written piece by piece. (A tensor that another program cut in another way is assembled in memory first.)

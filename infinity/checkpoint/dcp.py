@@ -1,4 +1,4 @@
-"""Floor 10. Checkpoints in PyTorch's format (torch.distributed.checkpoint), and 16-bit models as safetensors.
+"""Checkpoints in PyTorch's format (torch.distributed.checkpoint), and 16-bit models as safetensors.
 
 A checkpoint is `DIR/TAG/`: masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor; a small file
 per rank with the training state; and a manifest with the hash of every file, taken while it was written. The folder is renamed

@@ -1,4 +1,4 @@
-"""Floor 10. Writes the files of torch.distributed.checkpoint with hashes, and reads them with care. Any thread, one at a time.
+"""Writes the files of torch.distributed.checkpoint with hashes, and reads them with care. Any thread, one at a time.
 
 [Note: No code from a checkpoint]
 DCP's `.metadata` is a pickle, and so is everything but tensors in its files; a pickle can run any code. We keep the format, so

@@ -1,4 +1,4 @@
-"""Floor 10. A checkpoint in DeepSpeed's files, as parameters by name with their masters and moments. Any thread; reads only.
+"""A checkpoint in DeepSpeed's files, as parameters by name with their masters and moments. Any thread; reads only.
 
 Sources: `runtime/engine.py`, `runtime/zero/stage3.py`, `runtime/zero/stage_1_and_2.py`, `utils/zero_to_fp32.py` and
 `checkpoint/ds_to_universal.py` of DeepSpeed 0.19. See [Note: DeepSpeed's files]. Nothing in them is run: foreign_pickle.py.

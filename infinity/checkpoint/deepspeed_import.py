@@ -1,4 +1,4 @@
-"""Floor 10. Writes a checkpoint of DeepSpeed as one of ours, in PyTorch's format. One process, no ranks.
+"""Writes a checkpoint of DeepSpeed as one of ours, in PyTorch's format. One process, no ranks.
 
 Masters, moments and steps go over as they are. So do counters, loss scale, schedule and the user's own state, where they are
 plain data; what is left out is said.

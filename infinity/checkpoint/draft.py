@@ -1,4 +1,4 @@
-"""Floor 10. A checkpoint of any format until it has its name: written in a hidden folder, renamed when whole, `latest` last.
+"""A checkpoint of any format until it has its name: written in a hidden folder, renamed when whole, `latest` last.
 
 Knows names and files, not their content. One rank writes what is written here. Training thread only.
 """

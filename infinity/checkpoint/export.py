@@ -1,4 +1,4 @@
-"""Floor 10. Turns an arena checkpoint into one of torch.distributed.checkpoint, which other tools read. One process, no ranks.
+"""Turns an arena checkpoint into one of torch.distributed.checkpoint, which other tools read. One process, no ranks.
 
 The result is like a checkpoint that `save_checkpoint` writes in the format "dcp".
 """

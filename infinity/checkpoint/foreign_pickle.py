@@ -1,4 +1,4 @@
-"""Floor 10. Reads what other programs saved with `torch.save`, and runs no code that it finds there. Tensors stay in the file
+"""Reads what other programs saved with `torch.save`, and runs no code that it finds there. Tensors stay in the file
 until their elements are asked for. Any thread.
 
 [Note: Pickles of other programs]

@@ -1,4 +1,4 @@
-"""Floor 10. The manifest of a checkpoint: its files with their lengths and hashes. Also finds checkpoints. No torch here.
+"""The manifest of a checkpoint: its files with their lengths and hashes. Also finds checkpoints. No torch here.
 
 Anybody may have written a manifest, so every field is checked before any is used.
 """

@@ -1,4 +1,4 @@
-"""Floor 10. LoRA's adapters merged into the weights that they were trained on, tensor by tensor, without the model.
+"""LoRA's adapters merged into the weights that they were trained on, tensor by tensor, without the model.
 
 The numbers are those of PEFT's `merge_and_unload` on a CPU: W + (B A) · scaling, in fp32 where the adapters are, rounded once
 to the dtype of W. The scaling is alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA (https://arxiv.org/abs/2312.03732).

@@ -1,4 +1,4 @@
-"""Floor 10. Writes a model's safetensors files into a folder that others may use, too. Rank 0; training thread only.
+"""Writes a model's safetensors files into a folder that others may use, too. Rank 0; training thread only.
 
 [Note: A model in the place of another]
 Readers look for `model.safetensors`, or for `model.safetensors.index.json`, which names several files. A model saved there

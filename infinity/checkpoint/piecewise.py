@@ -1,4 +1,4 @@
-"""Floor 10. Writes a checkpoint of torch.distributed.checkpoint out of tensors that are read only when they are written. One
+"""Writes a checkpoint of torch.distributed.checkpoint out of tensors that are read only when they are written. One
 process, no ranks.
 
 DCP asks for each value when it writes it. So a large tensor is a meta tensor in the state dict, cut by rows into pieces, and a

@@ -1,4 +1,4 @@
-"""Floor 10. Where the fields of each sub-group lie in a checkpoint's arena file: pure arithmetic, no torch, no I/O.
+"""Where the fields of each sub-group lie in a checkpoint's arena file: pure arithmetic, no torch, no I/O.
 
     sub-group 0 | sub-group 1 | ...                   rankN.arena
     compute parameter | remainder | moment 1 | ...    a sub-group: all of its fields, in the order of layout.py

@@ -1,4 +1,4 @@
-"""Floor 10. Reads an arena checkpoint: any elements of any parameter, out of the ranks' files. Any thread, one at a time.
+"""Reads an arena checkpoint: any elements of any parameter, out of the ranks' files. Any thread, one at a time.
 
 Anybody may have written these files. So each is compared with its hash in the manifest before it is parsed, then checked field
 by field (infinity/store/commit.py, snapshot.py).

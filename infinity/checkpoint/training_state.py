@@ -1,4 +1,4 @@
-"""Floor 10. Training state (counters, schedules, random numbers, `client_state`) as bytes and back.
+"""Training state (counters, schedules, random numbers, `client_state`) as bytes and back.
 
 torch's format, read with weights_only: numbers, strings, tensors, lists and dicts, and no code.
 

@@ -1,4 +1,4 @@
-"""Floor 10. The work folder of a save: hidden, in the folder that is saved to, and locked while the save runs.
+"""The work folder of a save: hidden, in the folder that is saved to, and locked while the save runs.
 
 [Note: What a save may remove]
 Users keep other files in the folders that we save to, and several jobs may save to one folder. So a checkpoint that isn't whole

@@ -1,1 +1,1 @@
-"""Floor 17. The console programs; a command imports what is heavy only once it runs."""
+"""The console programs; a command imports what is heavy only once it runs."""

@@ -1,4 +1,4 @@
-"""Floor 17. Arguments that several subcommands share: bounds, files to write, how a model is stepped."""
+"""Arguments that several subcommands share: bounds, files to write, how a model is stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. The program `infinity-bench`: finds the subcommand, runs it, returns its exit code. Runs on the main thread.
+"""The program `infinity-bench`: finds the subcommand, runs it, returns its exit code. Runs on the main thread.
 
 A subcommand is a module with `add_parser(subparsers)`, which adds its parser and sets the default `func`
 to a function from the parsed arguments to the exit code. It imports torch, matplotlib and the like inside that function.

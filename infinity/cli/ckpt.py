@@ -1,4 +1,4 @@
-"""Floor 17. The program `infinity-ckpt`: shows, verifies, consolidates, exports and imports checkpoints. Main thread.
+"""The program `infinity-ckpt`: shows, verifies, consolidates, exports and imports checkpoints. Main thread.
 
 Heavy modules (torch, pydantic, rich) are imported when a command runs, so that --help is there at once.
 """

@@ -1,4 +1,4 @@
-"""Floor 17. Reads /proc and /sys: machine, container, limits, huge pages, as plain data. Judges and changes nothing.
+"""Reads /proc and /sys: machine, container, limits, huge pages, as plain data. Judges and changes nothing.
 
 What the kernel does not say is None. `root` is where /proc, /sys and /run are looked for.
 """

@@ -1,4 +1,4 @@
-"""Floor 17. Which hosts a run has, with how many slots: DeepSpeed's hostfile, and what --include and --exclude make of it. Pure
+"""Which hosts a run has, with how many slots: DeepSpeed's hostfile, and what --include and --exclude make of it. Pure
 but for the reading of one file."""
 
 from __future__ import annotations

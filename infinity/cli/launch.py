@@ -1,4 +1,4 @@
-"""Floor 17. The program `infinity-run`: torchrun on each host of a hostfile, over ssh; all end when one fails. Main thread, and
+"""The program `infinity-run`: torchrun on each host of a hostfile, over ssh; all end when one fails. Main thread, and
 two per host that copy what it prints.
 
 Torch is imported only where slots must be counted: on this machine, without a hostfile and a number.

@@ -1,4 +1,4 @@
-"""Floor 17. Plain PyTorch held in memory: what a user would run who has the memory, and what a measured step is held to.
+"""Plain PyTorch held in memory: what a user would run who has the memory, and what a measured step is held to.
 
 `PlainTraining` is the training: a bf16 model, fp32 masters, torch's optimizer (the fused one), no FSDP2. `PlainTorch` takes its
 steps in a process of its own, so that neither side has the other's heap, threads or page faults. Used by one thread.

@@ -1,4 +1,4 @@
-"""Floor 17. How our programs start and end: signals, exit code, errors as one line. Main thread."""
+"""How our programs start and end: signals, exit code, errors as one line. Main thread."""
 
 from __future__ import annotations
 

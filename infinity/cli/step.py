@@ -1,4 +1,4 @@
-"""Floor 17. `infinity-bench step`: times real training steps of a synthetic transformer from a drive, and their lower bound.
+"""`infinity-bench step`: times real training steps of a synthetic transformer from a drive, and their lower bound.
 
 Checks its options, trains, then prints. Its files on the drive have no name and are gone when it ends.
 

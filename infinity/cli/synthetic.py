@@ -1,4 +1,4 @@
-"""Floor 17. A transformer of any size to time steps with: the shapes and the arithmetic of a GPT, random tokens, no meaning."""
+"""A transformer of any size to time steps with: the shapes and the arithmetic of a GPT, random tokens, no meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. What `infinity-run` starts on each host: torchrun, until its ranks have ended or stdin closes. Main thread, and one
+"""What `infinity-run` starts on each host: torchrun, until its ranks have ended or stdin closes. Main thread, and one
 that waits for stdin.
 
 Stdin tells another machine that the launcher has ended, however it did: sshd closes it with the connection. A terminal

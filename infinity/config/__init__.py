@@ -1,4 +1,4 @@
-"""Floor 1. The training config: DeepSpeed's JSON, read into frozen and documented models.
+"""The training config: DeepSpeed's JSON, read into frozen and documented models.
 
 What each key means, which values it may take and how "auto" is filled. Runs once, at start, on the caller's thread; touches
 nothing but the config file. `python -m infinity.config` prints the reference (docs/config.md).

@@ -1,4 +1,4 @@
-"""Floor 1. `python -m infinity.config`: print the reference of the config (docs/config.md)."""
+"""`python -m infinity.config`: print the reference of the config (docs/config.md)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Floor 1. The blocks that the config has in common with DeepSpeed's, each a frozen model."""
+"""The blocks that the config has in common with DeepSpeed's, each a frozen model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. Turns values into a config, or into an error with all problems."""
+"""Turns values into a config, or into an error with all problems."""
 
 from __future__ import annotations
 

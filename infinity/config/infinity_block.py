@@ -1,4 +1,4 @@
-"""Floor 1. The config's block `infinity`: keys that DeepSpeed does not have."""
+"""The config's block `infinity`: keys that DeepSpeed does not have."""
 
 from __future__ import annotations
 

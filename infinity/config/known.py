@@ -1,4 +1,4 @@
-"""Floor 1. Every key that exists, by its dotted path; the error for one that does not."""
+"""Every key that exists, by its dotted path; the error for one that does not."""
 
 from __future__ import annotations
 

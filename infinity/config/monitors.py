@@ -1,4 +1,4 @@
-"""Floor 1. The config's blocks of monitors, which figures of every step are written to: DeepSpeed's, with its defaults."""
+"""The config's blocks of monitors, which figures of every step are written to: DeepSpeed's, with its defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the source."""
+"""The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the source."""
 
 from __future__ import annotations
 

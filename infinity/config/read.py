@@ -1,4 +1,4 @@
-"""Floor 1. Reads a config from a dict, a file or base64, and sorts its keys."""
+"""Reads a config from a dict, a file or base64, and sorts its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. The reference of the config, docs/config.md, written from the models."""
+"""The reference of the config, docs/config.md, written from the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. The kinds of values in the config: how they are read, which are valid, and the errors about those that are not."""
+"""The kinds of values in the config: how they are read, which are valid, and the errors about those that are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. The top level of the JSON with all its blocks, and the batch sizes that follow from it."""
+"""The top level of the JSON with all its blocks, and the batch sizes that follow from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1. The whole config: its keys, the contradictions among them, and how they are resolved."""
+"""The whole config: its keys, the contradictions among them, and how they are resolved."""
 
 from __future__ import annotations
 

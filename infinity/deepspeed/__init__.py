@@ -1,4 +1,4 @@
-"""Floor 14. The part of DeepSpeed's API that scripts use, under DeepSpeed's import paths.
+"""The part of DeepSpeed's API that scripts use, under DeepSpeed's import paths.
 
 The files in this folder are the API. `MODULE_OF` says under which path each of them is imported, and the finder below answers
 for those paths, since no file lies there: `import infinity.zero`, `from infinity.ops.adam import FusedAdam` and

@@ -1,4 +1,4 @@
-"""Floor 14. DeepSpeed's two Adam classes. Both are torch's fused Adam, paged where the config says so."""
+"""DeepSpeed's two Adam classes. Both are torch's fused Adam, paged where the config says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 14. DeepSpeed's activation checkpointing, done by torch's non-reentrant checkpoint, which works with FSDP2."""
+"""DeepSpeed's activation checkpointing, done by torch's non-reentrant checkpoint, which works with FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 14. How much memory the states of a model need, by the functions that DeepSpeed has for it.
+"""How much memory the states of a model need, by the functions that DeepSpeed has for it.
 
 Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe. Activations come on top;
 `infinity-bench plan` counts them too. Pure arithmetic that prints a table.

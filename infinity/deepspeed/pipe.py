@@ -1,4 +1,4 @@
-"""Floor 14. DeepSpeed's `pipe`: models of layers for `Engine.train_batch`."""
+"""DeepSpeed's `pipe`: models of layers for `Engine.train_batch`."""
 
 from infinity.runtime.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 

@@ -1,4 +1,4 @@
-"""Floor 14. `deepspeed.zero`: models built without memory, parameters gathered to be read or set."""
+"""`deepspeed.zero`: models built without memory, parameters gathered to be read or set."""
 
 from infinity.fsdp2.gathered import GatheredParameters, Init, register_external_parameter
 

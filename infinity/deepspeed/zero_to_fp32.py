@@ -1,4 +1,4 @@
-"""Floor 14. DeepSpeed's `zero_to_fp32`: the model of a checkpoint in fp32, as functions and as a command.
+"""DeepSpeed's `zero_to_fp32`: the model of a checkpoint in fp32, as functions and as a command.
 
 python -m infinity.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--max_shard_size 5GB] [--tag TAG]
 """

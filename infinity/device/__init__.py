@@ -1,4 +1,4 @@
-"""Floor 4. The device that computes: copies to it ahead of use, and back."""
+"""The device that computes: copies to it ahead of use, and back."""
 
 from infinity.device.arithmetic import cpu_multiplies_fast_in, why_slow
 from infinity.device.buffers import HostBuffer, HostBuffers

@@ -1,4 +1,4 @@
-"""Floor 4. In which dtypes the CPU multiplies fast.
+"""In which dtypes the CPU multiplies fast.
 
 torch multiplies 16-bit matrices with the CPU's vector instructions where these are made for it (AVX-512, AMX, Arm's bf16). Else
 it has a plain loop for some of them: on an EPYC with AVX2 alone, the gradient of a layer's input takes 32 times as long in bf16

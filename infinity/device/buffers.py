@@ -1,4 +1,4 @@
-"""Floor 4. Pinned host memory for copies from the device: made when first needed, then reused.
+"""Pinned host memory for copies from the device: made when first needed, then reused.
 
 Owns its slabs until `close`. Training thread only, but `give_back` may be called at any moment and on any thread.
 

@@ -1,4 +1,4 @@
-"""Floor 4. Streams, events and memory of one CUDA device, through torch alone: nothing is linked.
+"""Streams, events and memory of one CUDA device, through torch alone: nothing is linked.
 
 A thin layer: every decision about order is in streams.py.
 """

@@ -1,4 +1,4 @@
-"""Floor 4. Copies from pinned host memory to the device that computes, and back: the protocol, and the CPU.
+"""Copies from pinned host memory to the device that computes, and back: the protocol, and the CPU.
 
 On a CPU the staged bytes are used in place. A device with memory of its own gets copies: see streams.py. Called by the training
 thread, which in a backward on CUDA is autograd's.

@@ -1,4 +1,4 @@
-"""Floor 4. A device with memory of its own: which copy waits for what, in terms of streams, events and memory.
+"""A device with memory of its own: which copy waits for what, in terms of streams, events and memory.
 
 Owns one stream per direction and decides the order of all work on them. The runtime makes streams, events and copies (cuda.py;
 in the tests a fake, which checks the order).

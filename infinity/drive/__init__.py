@@ -1,1 +1,1 @@
-"""Floor 5. The drive under a path: its description, its measured rates, and the settings to drive it with."""
+"""The drive under a path: its description, its measured rates, and the settings to drive it with."""

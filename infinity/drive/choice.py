@@ -1,4 +1,4 @@
-"""Floor 5. Chooses how storage is driven: from the config, else the drive's profile, else the limits of its queue."""
+"""Chooses how storage is driven: from the config, else the drive's profile, else the limits of its queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5. The drive under a path, as the kernel describes it: file system, disks, limits of the block queue.
+"""The drive under a path, as the kernel describes it: file system, disks, limits of the block queue.
 
 Reads text under /proc and /sys and no device, so it needs no rights and no time. What the kernel does not say is None.
 """

@@ -1,4 +1,4 @@
-"""Floor 5. What a drive gives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
+"""What a drive gives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
 
 `measure_drive` is a short measurement of its present rates, for the lower bound of a measured step.
 

@@ -1,4 +1,4 @@
-"""Floor 5. The profile of a drive: its measured rates and best settings, in a file on it, for later runs."""
+"""The profile of a drive: its measured rates and best settings, in a file on it, for later runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7. What the tensors of a model are called in files of a part of it, and which of them those files don't hold: files of
+"""What the tensors of a model are called in files of a part of it, and which of them those files don't hold: files of
 the model that PEFT has put adapters into, or of the one that a LightningModule holds.
 
 PEFT itself is never imported: its modules are known by their attributes.

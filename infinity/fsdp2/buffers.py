@@ -1,4 +1,4 @@
-"""Floor 7. Host memory that FSDP2's collectives use again and again, where a CPU computes. Any thread.
+"""Host memory that FSDP2's collectives use again and again, where a CPU computes. Any thread.
 
 [Note: Reused buffers]
 Every block that glibc maps for a buffer is cleared page by page when it is first touched, and unmapped when it is dropped. For

@@ -1,4 +1,4 @@
-"""Floor 7. A function that pauses in its middle, wherever it is, so that others run meanwhile. Training thread only.
+"""A function that pauses in its middle, wherever it is, so that others run meanwhile. Training thread only.
 
 [Note: What a pause leaves behind]
 A greenlet has a stack and context variables of its own, and shares all else with its thread. What torch keeps for the thread

@@ -1,4 +1,4 @@
-"""Floor 7. What all tensors have in common whose elements are not in their own storage.
+"""What all tensors have in common whose elements are not in their own storage.
 
 Most of torch passes the dispatcher, where each class of them has its say. The rest would read whatever lies at the address of
 a storage that holds nothing.

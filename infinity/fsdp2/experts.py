@@ -1,4 +1,4 @@
-"""Floor 7. Mixtures of experts: frozen experts as modules of their own, so that only those are gathered that tokens go to.
+"""Mixtures of experts: frozen experts as modules of their own, so that only those are gathered that tokens go to.
 
 transformers itself is never imported: its modules are known by their attributes.
 

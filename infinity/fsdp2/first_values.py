@@ -1,4 +1,4 @@
-"""Floor 7. First values for a model that was built without memory, by its own initialisation, module by module.
+"""First values for a model that was built without memory, by its own initialisation, module by module.
 
 [Note: A model's own initialisation]
 A model may initialise more than it owns: T5, CLIP and GPT-2 draw the weights of a layer's parts when they come to the layer,

@@ -1,4 +1,4 @@
-"""Floor 7. Models that are built without memory, and parameters that are looked at or set whole. Training thread only.
+"""Models that are built without memory, and parameters that are looked at or set whole. Training thread only.
 
 DeepSpeed's `zero.Init` and `zero.GatheredParameters`, as far as scripts use them around models that infinity shards.
 """

@@ -1,4 +1,4 @@
-"""Floor 7. Live parameters of a sharded model: the plan of infinity/schedule/live.py, carried out through FSDP2's levers.
+"""Live parameters of a sharded model: the plan of infinity/schedule/live.py, carried out through FSDP2's levers.
 
 Used by the training thread only, as hooks of the model call it.
 

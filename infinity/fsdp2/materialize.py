@@ -1,4 +1,4 @@
-"""Floor 7. Whole values into the shards of a model and out of them: from safetensors files, and one tensor after another.
+"""Whole values into the shards of a model and out of them: from safetensors files, and one tensor after another.
 
 No more than one tensor, or one rank's shard of it, is ever held; what goes to the arena goes there at once.
 """

@@ -1,4 +1,4 @@
-"""Floor 7. The one map between parameters and their names, as checkpoints and users know them.
+"""The one map between parameters and their names, as checkpoints and users know them.
 
 Wrappers that put a module inside another (activation checkpointing, torch.compile) leave no trace in these names, as in those
 of torch.distributed.checkpoint. So a file fits a model whether it is wrapped or not.

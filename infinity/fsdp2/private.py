@@ -1,4 +1,4 @@
-"""Floor 7. The one place that names what FSDP2 keeps to itself: modules, classes and attributes, looked for at the import.
+"""The one place that names what FSDP2 keeps to itself: modules, classes and attributes, looked for at the import.
 
 A torch that moved one of them is told of in a sentence, at the first import, and not by an error in the midst of a step.
 """

@@ -1,4 +1,4 @@
-"""Floor 7. All ranks go the same way through the model's groups, or all hear in words that they don't. Training thread only.
+"""All ranks go the same way through the model's groups, or all hear in words that they don't. Training thread only.
 
 [Note: Ways that part]
 Gathering a group is a collective. Ranks may come to different groups, as where each expert is a group and tokens differ. Then

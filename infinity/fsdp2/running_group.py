@@ -1,4 +1,4 @@
-"""Floor 7. A group while several micro-batches pass through it: what each of them sees of it, and where its gradients go.
+"""A group while several micro-batches pass through it: what each of them sees of it, and where its gradients go.
 
 Looks past FSDP2's public interface, as sharding.py does. Used by the training thread, and by autograd's threads on its behalf.
 """

@@ -1,4 +1,4 @@
-"""Floor 7. Buffers where a model computes in 16 bits: they stay fp32, running statistics such as BatchNorm's among them.
+"""Buffers where a model computes in 16 bits: they stay fp32, running statistics such as BatchNorm's among them.
 
 [Note: Statistics in fp32]
 FSDP2 casts parameters and inputs to the dtype of compute, and no buffers. torch's kernels of batch and instance norm take

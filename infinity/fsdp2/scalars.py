@@ -1,4 +1,4 @@
-"""Floor 7. Parameters without dimensions, such as CLIP's logit_scale: what shards tensors by rows finds no row in them. And
+"""Parameters without dimensions, such as CLIP's logit_scale: what shards tensors by rows finds no row in them. And
 parameters without elements, which are frozen: no update changes them, and FSDP2 can't reduce a gradient of theirs.
 
 [Note: A row for what has none]

@@ -1,4 +1,4 @@
-"""Floor 7. Sharded parameters where a program uses them as tensors: what torch can't do with them is done here, or refused.
+"""Sharded parameters where a program uses them as tensors: what torch can't do with them is done here, or refused.
 
 [Note: Sharded and ordinary tensors]
 FSDP2's parameters are DTensors, and torch refuses to compute with one of them and an ordinary tensor, in terms of its own. Over

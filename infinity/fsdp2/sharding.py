@@ -1,4 +1,4 @@
-"""Floor 7. What we need to know of an FSDP2 model and of autograd. Only this file, running_group.py and buffers.py look past
+"""What we need to know of an FSDP2 model and of autograd. Only this file, running_group.py and buffers.py look past
 their public interfaces, at what private.py names."""
 
 from __future__ import annotations

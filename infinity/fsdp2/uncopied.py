@@ -1,4 +1,4 @@
-"""Floor 7. Gradients over one rank of a CPU: what comes of their reduction is what autograd left, where it left it. Any thread.
+"""Gradients over one rank of a CPU: what comes of their reduction is what autograd left, where it left it. Any thread.
 
 [Note: Gradients where they lie]
 FSDP2 copies the gradients of a group into one buffer in fp32, reduces that, and gives out views of the result. Over one rank

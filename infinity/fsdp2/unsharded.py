@@ -1,4 +1,4 @@
-"""Floor 7. The memory of a gathered parameter that is sharded over one rank. Training thread only.
+"""The memory of a gathered parameter that is sharded over one rank. Training thread only.
 
 [Note: Gathering alone]
 Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own. A model that is only run

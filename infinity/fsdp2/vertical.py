@@ -1,4 +1,4 @@
-"""Floor 7. The vertical schedule: all micro-batches of a step pass through a group before the next group. Training thread only.
+"""The vertical schedule: all micro-batches of a step pass through a group before the next group. Training thread only.
 
 [Note: The vertical schedule]
 Each micro-batch runs the model's own forward, as a coroutine that pauses where it is about to call a group. When all have come

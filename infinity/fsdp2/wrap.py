@@ -1,4 +1,4 @@
-"""Floor 7. Which modules become groups: the repeated blocks of a model, or the classes that the config names."""
+"""Which modules become groups: the repeated blocks of a model, or the classes that the config names."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Floor 16. infinity inside other frameworks; nothing here is imported until a module of it is named."""
+"""infinity inside other frameworks; nothing here is imported until a module of it is named."""

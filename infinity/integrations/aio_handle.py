@@ -1,4 +1,4 @@
-"""Floor 16. DeepSpeed's I/O handle on infinity's I/O engine; imports nothing of DeepSpeed.
+"""DeepSpeed's I/O handle on infinity's I/O engine; imports nothing of DeepSpeed.
 
 Owns an engine, and the calls that nobody has waited for. Any thread may use it; the bytes move on the engine's threads.
 

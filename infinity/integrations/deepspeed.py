@@ -1,4 +1,4 @@
-"""Floor 16. DeepSpeed with infinity's I/O: its swappers, checkpoint writer and I/O tools use our engine.
+"""DeepSpeed with infinity's I/O: its swappers, checkpoint writer and I/O tools use our engine.
 
 `install()` replaces two methods of one class of DeepSpeed, `uninstall()` restores them. As a command, the module runs a
 script or one of DeepSpeed's own commands with the handle installed:

@@ -1,4 +1,4 @@
-"""Floor 16. Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
+"""Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
 
 Importing this registers the names, such as `Trainer(strategy="infinity_stage_3_offload_nvme")`. Lightning keeps its loops, data
 and callbacks; the engine shards, pages, steps, saves and loads.

@@ -1,4 +1,4 @@
-"""Floor 16. Tensors over pinned slabs, and the slab of a tensor. Process-wide; any thread.
+"""Tensors over pinned slabs, and the slab of a tensor. Process-wide; any thread.
 
 Keeps no memory alive: a slab is freed with the last tensor over it, or the last transfer that holds it.
 """

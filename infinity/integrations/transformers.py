@@ -1,4 +1,4 @@
-"""Floor 16. transformers' Trainer on infinity's engine: the same arguments, the same JSON, no DeepSpeed.
+"""transformers' Trainer on infinity's engine: the same arguments, the same JSON, no DeepSpeed.
 
     from infinity.integrations.transformers import InfinityTrainer as Trainer
     from infinity.integrations.transformers import InfinityTrainingArguments as TrainingArguments

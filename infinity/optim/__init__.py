@@ -1,4 +1,4 @@
-"""Floor 6. Optimizer arithmetic only: tensors in, tensors changed in place; where they come from is not known here."""
+"""Optimizer arithmetic only: tensors in, tensors changed in place; where they come from is not known here."""
 
 from infinity.optim.adam import AdamSettings, adam_
 

@@ -1,4 +1,4 @@
-"""Floor 6. Adam and AdamW on lists of tensors, by torch's own kernels.
+"""Adam and AdamW on lists of tensors, by torch's own kernels.
 
 The functions called are those that `torch.optim.AdamW` and `torch.optim.Adam` call themselves, so the numbers are theirs,
 bit for bit, with the same `fused`. Adam is elementwise: cutting a tensor changes nothing as long as no cut falls inside a

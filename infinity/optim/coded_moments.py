@@ -1,4 +1,4 @@
-"""Floor 6. Moments in 8 bits: their codes and scales, in plain PyTorch. The kernel gives the same, bit for bit.
+"""Moments in 8 bits: their codes and scales, in plain PyTorch. The kernel gives the same, bit for bit.
 
 [Note: Codes of eight bits] in csrc/optim/codes.inc has the format and its source: a code (uint8) of every element, and a scale
 (fp32) of every block of `BLOCK_NUMEL` elements, counted from the first of a shard. Codes of the first moment have a sign.

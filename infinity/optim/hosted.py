@@ -1,4 +1,4 @@
-"""Floor 6. Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
+"""Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
 
 [Note: What can be stepped piece by piece]
 An optimizer can be, if it updates each element from that element's gradient and state alone, and if its state is fp32 numbers

@@ -1,4 +1,4 @@
-"""Floor 6. The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
+"""The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
 
 The gradient is converted, unscaled and clipped on the way in, and the compute parameter is made on the way out. A master may be
 split into that and its remainder. Tensors are updated in place, on the caller's thread and a few more.

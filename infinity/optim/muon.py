@@ -1,4 +1,4 @@
-"""Floor 6. Muon for matrices and AdamW for the rest, by torch's own optimizers: one step of a matrix, and models in memory."""
+"""Muon for matrices and AdamW for the rest, by torch's own optimizers: one step of a matrix, and models in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 6. Moments in 16 bits: how they are rounded, in plain PyTorch. The kernel gives the same, bit for bit.
+"""Moments in 16 bits: how they are rounded, in plain PyTorch. The kernel gives the same, bit for bit.
 
 [Note: Rounded by chance] in csrc/optim/kernels.inc says why: bfloat16 has steps of a hundredth, and a second moment changes by
 a thousandth. A moment is rounded up with a chance of what lies between the two neighbours, by random bits that depend on the

@@ -1,4 +1,4 @@
-"""Floor 7. Memory per tier, a line per user, and bytes per step, for every way to place a model's states.
+"""Memory per tier, a line per user, and bytes per step, for every way to place a model's states.
 
 Of one rank; all ranks are equal. Counted is what infinity and FSDP2 hold: fp32 masters, or their remainders beside the 16-bit
 compute parameters; fp32 moments and fp32 gradients; and compute parameters to gather from; each sharded over all ranks.

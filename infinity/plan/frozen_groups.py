@@ -1,4 +1,4 @@
-"""Floor 7. What gathers of frozen groups need of files and pool, and what of it is read anew, by the product's own policies.
+"""What gathers of frozen groups need of files and pool, and what of it is read anew, by the product's own policies.
 
 [Note: Routed experts in the plan]
 Each frozen expert is a group of its own ([Note: Routed experts] in infinity/fsdp2/experts.py). A gather of a block's experts

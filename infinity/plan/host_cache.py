@@ -1,4 +1,4 @@
-"""Floor 7. What one rank keeps in pinned memory from step to step, as a plan counts it."""
+"""What one rank keeps in pinned memory from step to step, as a plan counts it."""
 
 from __future__ import annotations
 

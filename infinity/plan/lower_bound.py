@@ -1,4 +1,4 @@
-"""Floor 7. The lower bounds that every measured step is compared with: the bytes that it must move, and the least time.
+"""The lower bounds that every measured step is compared with: the bytes that it must move, and the least time.
 
 16-bit model, fp32 state, gradients in host memory (docs/architecture.md, "The sum").
 """

@@ -1,4 +1,4 @@
-"""Floor 7. A machine as numbers: ranks, memories, links, drives."""
+"""A machine as numbers: ranks, memories, links, drives."""
 
 from __future__ import annotations
 

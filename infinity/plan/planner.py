@@ -1,4 +1,4 @@
-"""Floor 7. The plan of a training: does it fit, how long is a step, what limits it, on a machine given as numbers.
+"""The plan of a training: does it fit, how long is a step, what limits it, on a machine given as numbers.
 
 The step is simulated (simulator.py) with the memory and bytes of estimate.py. Nothing is measured here.
 """

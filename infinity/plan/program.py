@@ -1,4 +1,4 @@
-"""Floor 7. The step that one rank does for some work on some machine, written down for the simulator."""
+"""The step that one rank does for some work on some machine, written down for the simulator."""
 
 from __future__ import annotations
 

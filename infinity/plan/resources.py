@@ -1,4 +1,4 @@
-"""Floor 7. What a simulated step runs on: a clock of events, the pinned pool, the link, the drive; all of them only numbers."""
+"""What a simulated step runs on: a clock of events, the pinned pool, the link, the drive; all of them only numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7. One training step as discrete events: what drive, link, network, device and CPU do when, on one of many equal ranks.
+"""One training step as discrete events: what drive, link, network, device and CPU do when, on one of many equal ranks.
 
 It runs the product's own policies (how far reads run ahead, what leaves the pool, how deep the optimizer's pipeline is) with
 the same pinned budget, on resources that are only numbers. So it tells what a step takes on a machine that one doesn't have.

@@ -1,4 +1,4 @@
-"""Floor 7. A training step as data: what the training thread of one rank does, in order, and how far reads run ahead of it."""
+"""A training step as data: what the training thread of one rank does, in order, and how far reads run ahead of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7. Where the states of a model may rest: the strategies that are planned, and what follows from each."""
+"""Where the states of a model may rest: the strategies that are planned, and what follows from each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7. A transformer as the planner sees it: parameters, operations, activations.
+"""A transformer as the planner sees it: parameters, operations, activations.
 
 The formulas are those of Rajbhandari et al., ZeRO-Infinity (SC'21, arXiv:2104.07857), sections 3 and 4.1.
 """

@@ -1,4 +1,4 @@
-"""Floor 7. What one rank does in a step: the model, its samples, and how they pass through its groups. Nothing of a machine."""
+"""What one rank does in a step: the model, its samples, and how they pass through its groups. Nothing of a machine."""
 
 from __future__ import annotations
 

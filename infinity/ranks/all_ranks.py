@@ -1,4 +1,4 @@
-"""Floor 2. Ranks that fail together: what goes wrong on one is told to all, so that none waits for it in a collective."""
+"""Ranks that fail together: what goes wrong on one is told to all, so that none waits for it in a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 2. The connections between the ranks' processes: what operations of gloo travel on, and what ends them when it ends.
+"""The connections between the ranks' processes: what operations of gloo travel on, and what ends them when it ends.
 
 [Note: What is a link]
 gloo has no way to end an operation that waits for a rank which won't come, but it ends by itself, with an error, when the

@@ -1,4 +1,4 @@
-"""Floor 2. The other ranks of a pass: an error that ends it on one ends it on all, in the same words, within seconds.
+"""The other ranks of a pass: an error that ends it on one ends it on all, in the same words, within seconds.
 
 Owned by the engine; training thread only, but for the watcher.
 

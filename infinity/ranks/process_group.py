@@ -1,4 +1,4 @@
-"""Floor 2. The process group: the one that is there, torchrun's, or one of a single rank. Any thread.
+"""The process group: the one that is there, torchrun's, or one of a single rank. Any thread.
 
 [Note: A group after a group]
 Ranks meet at a store that outlives the group they make: torchrun's. A second group that used the same keys would read the

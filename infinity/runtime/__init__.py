@@ -1,4 +1,4 @@
-"""Floor 11. The runtime: `initialize` puts everything together, the engine trains, checkpoints come and go."""
+"""The runtime: `initialize` puts everything together, the engine trains, checkpoints come and go."""
 
 from infinity.fsdp2.first_values import init_empty
 from infinity.ranks.process_group import init_distributed

@@ -1,4 +1,4 @@
-"""Floor 11. Checkpoints of an engine: when one may be written or read, and in which order. Training thread only."""
+"""Checkpoints of an engine: when one may be written or read, and in which order. Training thread only."""
 
 from __future__ import annotations
 

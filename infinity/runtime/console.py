@@ -1,4 +1,4 @@
-"""Floor 11. Where the words of the logger named infinity go as long as the script has not set up logging itself."""
+"""Where the words of the logger named infinity go as long as the script has not set up logging itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 11. What users and trainers ask an engine for that changes no training, most of it under DeepSpeed's names.
+"""What users and trainers ask an engine for that changes no training, most of it under DeepSpeed's names.
 
 No state of its own: an `Engine` is one of these, and sets the attributes.
 """

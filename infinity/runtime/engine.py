@@ -1,4 +1,4 @@
-"""Floor 11. The engine: forward, backward, step, save and load, under the names that users of DeepSpeed know."""
+"""The engine: forward, backward, step, save and load, under the names that users of DeepSpeed know."""
 
 from __future__ import annotations
 

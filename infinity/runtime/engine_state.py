@@ -1,4 +1,4 @@
-"""Floor 11. What a checkpoint or a commit keeps besides masters and moments, taken from an engine and set again.
+"""What a checkpoint or a commit keeps besides masters and moments, taken from an engine and set again.
 
 Counters, loss scale, schedule, hyper-parameters, random numbers, the user's own, buffers. Training thread only.
 checkpoint/training_state.py says how they are stored.

@@ -1,4 +1,4 @@
-"""Floor 11. What one forward computes and where its seconds go, module by module: the report of `flops_profiler`.
+"""What one forward computes and where its seconds go, module by module: the report of `flops_profiler`.
 
 Made on rank 0 only, for one micro-batch of one step. Training thread only.
 """

@@ -1,4 +1,4 @@
-"""Floor 11. The norm of the whole gradient, and the factor that undoes the loss scale and clips. Training thread only."""
+"""The norm of the whole gradient, and the factor that undoes the loss scale and clips. Training thread only."""
 
 from __future__ import annotations
 

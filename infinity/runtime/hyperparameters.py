@@ -1,4 +1,4 @@
-"""Floor 11. Whose hyper-parameters count where a training goes on: the run's or the config's. Training thread only.
+"""Whose hyper-parameters count where a training goes on: the run's or the config's. Training thread only.
 
 [Note: What the run was told]
 A commit or checkpoint holds parameter groups and schedule as they are by then, with a learning rate that a schedule has moved.

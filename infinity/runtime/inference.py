@@ -1,4 +1,4 @@
-"""Floor 11. A model that is only run: its weights stay in the user's files, and stream through the pinned pool.
+"""A model that is only run: its weights stay in the user's files, and stream through the pinned pool.
 
 [Note: A round of generation]
 Each forward goes through all groups in the same order, token after token. The staging policy knows the next round's order, so

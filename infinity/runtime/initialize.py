@@ -1,4 +1,4 @@
-"""Floor 11. `initialize`: the one place that constructs the whole."""
+"""`initialize`: the one place that constructs the whole."""
 
 from __future__ import annotations
 

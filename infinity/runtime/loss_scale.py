@@ -1,4 +1,4 @@
-"""Floor 11. The factor on the loss that keeps fp16 gradients from vanishing, and how it adapts. Training thread only.
+"""The factor on the loss that keeps fp16 gradients from vanishing, and how it adapts. Training thread only.
 
 A pure state machine of numbers, with the rules of DeepSpeed's scaler, so that a run which moves here sees the same factor in
 every step. Every rank keeps one, and all agree, because all hear the same: whether the whole gradient is finite.

@@ -1,4 +1,4 @@
-"""Floor 11. The learning-rate schedules of the config, on torch's LambdaLR.
+"""The learning-rate schedules of the config, on torch's LambdaLR.
 
 Owns the formulas and nothing else: a schedule is a frozen value that maps optimizer steps to a learning rate, and
 torch's scheduler applies it, counts and saves. Runs on the training thread, once per optimizer step.

@@ -1,4 +1,4 @@
-"""Floor 11. Monitors: what writes figures of every step to files or services, where the config's blocks of them ask for it.
+"""Monitors: what writes figures of every step to files or services, where the config's blocks of them ask for it.
 
 Only rank 0 has any. Names of events and samples are DeepSpeed's; docs/monitors.md lists them. Training thread only.
 """

@@ -1,4 +1,4 @@
-"""Floor 11. How far a training is, and what its steps took: seconds, bytes and waiting. Training thread only."""
+"""How far a training is, and what its steps took: seconds, bytes and waiting. Training thread only."""
 
 from __future__ import annotations
 

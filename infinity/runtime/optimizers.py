@@ -1,4 +1,4 @@
-"""Floor 11. The optimizer over a sharded model, paged where the model is, and the schedule that moves its learning rate.
+"""The optimizer over a sharded model, paged where the model is, and the schedule that moves its learning rate.
 
 An optimizer or a schedule may come from the config or from the caller, made or as a function that makes it.
 """

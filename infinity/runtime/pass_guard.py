@@ -1,4 +1,4 @@
-"""Floor 11. What an exception leaves of a forward, a backward or a step: right, or refused in words. Training thread only.
+"""What an exception leaves of a forward, a backward or a step: right, or refused in words. Training thread only.
 
 An exception may come at any line, the lines here included: see [Note: What an exception may end] in infinity/swap/health.py. So
 nothing depends on a handler that ran to its end. A pass is noted when it begins; who finds one noted that cannot be going on

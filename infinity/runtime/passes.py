@@ -1,4 +1,4 @@
-"""Floor 11. The passes of a step: forward and backward of a micro-batch, or of all micro-batches of the step at once.
+"""The passes of a step: forward and backward of a micro-batch, or of all micro-batches of the step at once.
 
 An `Engine` is one of these, and sets the attributes. Training thread only.
 """

@@ -1,4 +1,4 @@
-"""Floor 11. DeepSpeed's PipelineModule, as a plain sequential model: what `Engine.train_batch` was made for there.
+"""DeepSpeed's PipelineModule, as a plain sequential model: what `Engine.train_batch` was made for there.
 
 Its layers are groups like those of any model, sharded over all ranks. The vertical schedule (`infinity.schedule`) takes the
 place of stages: all micro-batches of a step pass through a layer before the next.

@@ -1,4 +1,4 @@
-"""Floor 11. A model from what the user built to what is sharded, paged and has its values."""
+"""A model from what the user built to what is sharded, paged and has its values."""
 
 from __future__ import annotations
 

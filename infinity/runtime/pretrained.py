@@ -1,4 +1,4 @@
-"""Floor 11. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included, also of
+"""`save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included, also of
 a model of PEFT that is in another module.
 
 Hugging Face's function looks at a whole state dict at once, by the memory of its tensors, and paged tensors have none. So the

@@ -1,4 +1,4 @@
-"""Floor 11. What follows from a training config, decided once: whoever builds or trains asks this.
+"""What follows from a training config, decided once: whoever builds or trains asks this.
 
 `resolve` is pure, and may fail.
 """

@@ -1,1 +1,1 @@
-"""Floor 6. What to move and when: integers in, decisions out; no torch, no I/O."""
+"""What to move and when: integers in, decisions out; no torch, no I/O."""

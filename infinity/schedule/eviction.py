@@ -1,4 +1,4 @@
-"""Floor 6. Eviction: which staged unit leaves the pool when somebody needs room, in the product and in the simulator.
+"""Eviction: which staged unit leaves the pool when somebody needs room, in the product and in the simulator.
 
 [Note: What makes room]
 Cheapest first. A unit that nothing comes for is dropped, oldest first: it will not be read again. Then writes in flight are

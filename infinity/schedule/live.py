@@ -1,4 +1,4 @@
-"""Floor 6. Live parameters: which groups stay gathered, and how far ahead others are, so that a bound on elements holds.
+"""Live parameters: which groups stay gathered, and how far ahead others are, so that a bound on elements holds.
 
 [Note: What is gathered when]
 FSDP2 gathers the root group first and keeps it from forward to backward. Any other group is gathered for its forward, released

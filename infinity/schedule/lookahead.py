@@ -1,4 +1,4 @@
-"""Floor 6. What should be staged now, given what comes next and how many bytes may be held.
+"""What should be staged now, given what comes next and how many bytes may be held.
 
 "Groups" are whatever is staged as a whole: groups of parameters and, where they are updated in the passes, sub-groups. Those to
 stage are the next distinct ones, soonest first, for as long as their bytes fit; the next one always. The first that doesn't fit

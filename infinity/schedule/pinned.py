@@ -1,4 +1,4 @@
-"""Floor 6. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
+"""The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
 
 A group is gathered, or updated before that: the pool must hold what the larger of the two needs at once. It also holds the
 buffer through which single tensors are read and written, and the host cache.

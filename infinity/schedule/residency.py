@@ -1,4 +1,4 @@
-"""Floor 6. Which bytes stay in host memory from step to step: the optimum over all ways of caching. Integers only.
+"""Which bytes stay in host memory from step to step: the optimum over all ways of caching. Integers only.
 
 [Note: What stays]
 A step repeats. It reads the compute parameters in its passes (forward and backward of each micro-batch), and it updates each

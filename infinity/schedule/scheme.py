@@ -1,4 +1,4 @@
-"""Floor 6. The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
+"""The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
 
 [Note: Schemes]
 Master weights rest *split*, as the bf16 compute parameter that is gathered and its 16-bit remainder (with Adam 12 bytes of

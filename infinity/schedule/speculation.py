@@ -1,4 +1,4 @@
-"""Floor 6. Whether a step will probably do with its gradients what is expected before the backward."""
+"""Whether a step will probably do with its gradients what is expected before the backward."""
 
 from __future__ import annotations
 

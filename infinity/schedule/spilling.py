@@ -1,4 +1,4 @@
-"""Floor 6. What a pass makes for later and memory doesn't hold until then: which gradients and saved activations wait on NVMe.
+"""What a pass makes for later and memory doesn't hold until then: which gradients and saved activations wait on NVMe.
 
 [Note: Gradients that spill]
 A gradient waits from the backward that brings it to the update that takes it. Where updates are in the forward, the gradients

@@ -1,4 +1,4 @@
-"""Floor 6. A timeline: intervals of work by resource, measured or simulated, as figures and as Chrome's trace events.
+"""A timeline: intervals of work by resource, measured or simulated, as figures and as Chrome's trace events.
 
 Pure: names and seconds in, figures and dicts out.
 """

@@ -1,4 +1,4 @@
-"""Floor 6. The trace: in which order the groups are used, learnt from the last cycle and followed in the next."""
+"""The trace: in which order the groups are used, learnt from the last cycle and followed in the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 6. When each group is updated, so that neither the forward nor the backward waits for the drive while the other idles.
+"""When each group is updated, so that neither the forward nor the backward waits for the drive while the other idles.
 
 [Note: Balance of the passes]
 With all updates in the backward a forward moves 2 of a step's 26 bytes per element ([Note: Schemes] in scheme.py), and has a

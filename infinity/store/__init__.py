@@ -1,4 +1,4 @@
-"""Floor 4. Where bytes rest: the run folder and its arena, and the layout of a model in it."""
+"""Where bytes rest: the run folder and its arena, and the layout of a model in it."""
 
 from infinity.store.arena import Arena
 from infinity.store.layout import Shard, plan_layout

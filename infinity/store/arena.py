@@ -1,4 +1,4 @@
-"""Floor 4. The arena: one file per rank and drive, in which extents are reserved once and never move."""
+"""The arena: one file per rank and drive, in which extents are reserved once and never move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4. Matrices in 8 and 4 bits, as bitsandbytes stores them in safetensors: where their bytes are, and their values.
+"""Matrices in 8 and 4 bits, as bitsandbytes stores them in safetensors: where their bytes are, and their values.
 
 [Note: Coded weights]
 A coded matrix is several tensors of a file: its codes, and scales for rows or blocks of it. Both are read as they are, so 1 or

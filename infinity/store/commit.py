@@ -1,4 +1,4 @@
-"""Floor 4. The commit record: which bytes of the arena are one rank's state after a step, and the state that is not there.
+"""The commit record: which bytes of the arena are one rank's state after a step, and the state that is not there.
 
 No torch here, and no I/O: bytes in, a checked record out. Anybody may have written the file, so every field is checked.
 

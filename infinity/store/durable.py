@@ -1,4 +1,4 @@
-"""Floor 4. A durable run: folders and files that stay when the process ends, and the commit records in them.
+"""A durable run: folders and files that stay when the process ends, and the commit records in them.
 
 Owned by one process per rank, which holds the lock. Training thread only.
 

@@ -1,4 +1,4 @@
-"""Floor 4. Careful ways to open files: new files are private, links are not followed, only regular files are read.
+"""Careful ways to open files: new files are private, links are not followed, only regular files are read.
 
 [Note: Places that others can write to]
 Under /tmp, or on a drive that everybody may write to, another user can put links, pipes and folders under the names that we

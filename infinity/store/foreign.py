@@ -1,4 +1,4 @@
-"""Floor 4. Tensors in the user's own safetensors files: where their bytes are, and the files, opened to be read only.
+"""Tensors in the user's own safetensors files: where their bytes are, and the files, opened to be read only.
 
 [Note: Foreign files]
 Frozen weights can rest where the user has them. A safetensors file is 8 bytes with the length of its header, the header (JSON),

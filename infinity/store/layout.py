@@ -1,4 +1,4 @@
-"""Floor 4. How the shards of a model lie in the arena: pure arithmetic on element counts.
+"""How the shards of a model lie in the arena: pure arithmetic on element counts.
 
 [Note: Flat spaces]
 The shards of one group are laid one after another in a flat space of elements: first those that are trained, then the

@@ -1,4 +1,4 @@
-"""Floor 4. Placement: which drive each stripe of an arena lies on. Pure arithmetic on bandwidths and counts."""
+"""Placement: which drive each stripe of an arena lies on. Pure arithmetic on bandwidths and counts."""
 
 from __future__ import annotations
 

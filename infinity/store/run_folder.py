@@ -1,4 +1,4 @@
-"""Floor 4. The run folder: a locked folder under the user's path that is gone when the run ends.
+"""The run folder: a locked folder under the user's path that is gone when the run ends.
 
 [Note: Leaving nothing behind]
 A run keeps its files in `PATH/infinity-run-PID-RANDOM/` and holds an flock on the `lock` in it for as long as it lives.

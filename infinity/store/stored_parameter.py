@@ -1,4 +1,4 @@
-"""Floor 4. A parameter as files hold it: one tensor, a coded matrix (coded.py), or several of them, one behind the other."""
+"""A parameter as files hold it: one tensor, a coded matrix (coded.py), or several of them, one behind the other."""
 
 from __future__ import annotations
 

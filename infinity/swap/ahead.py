@@ -1,4 +1,4 @@
-"""Floor 8. Which groups go to the device ahead of their gather: see [Note: Ahead on the device] in parameter_lap.py.
+"""Which groups go to the device ahead of their gather: see [Note: Ahead on the device] in parameter_lap.py.
 
 Decides and moves nothing. Used by the training thread, at each gather.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. Whether the pinned budget holds what must be in it, and whether the machine does; what follows for the sub-groups.
+"""Whether the pinned budget holds what must be in it, and whether the machine does; what follows for the sub-groups.
 
 The sum itself is in infinity/schedule/pinned.py, where the planner finds it too.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. The chunk: bytes that move between the arena and a lease together, and the one door of its state."""
+"""The chunk: bytes that move between the arena and a lease together, and the one door of its state."""
 
 from __future__ import annotations
 

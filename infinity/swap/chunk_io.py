@@ -1,4 +1,4 @@
-"""Floor 8. A chunk's transfers between its lease and the arena or the user's files: requests, checksums, and errors that name
+"""A chunk's transfers between its lease and the arena or the user's files: requests, checksums, and errors that name
 the chunk.
 
 Knows no states and frees no lease: that is the stager's.

@@ -1,4 +1,4 @@
-"""Floor 8. The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
+"""The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
 Reads top-down. FSDP2 reduces a gradient and calls `PagedOptimizer._gradient_came`, where the lap forks with the last one that
 `came` of a group: `take` (the gradients wait), `take` and `queue` (they wait, and a speculative update is made), or

@@ -1,4 +1,4 @@
-"""Floor 8. The paged group: the compute parameters that FSDP2 gathers together, and how far they are on their way to it.
+"""The paged group: the compute parameters that FSDP2 gathers together, and how far they are on their way to it.
 
 [Note: Two pieces]
 What FSDP2 gets of a group goes to the device in at most two pieces: the compute parameters that the group's chunk fetches (or

@@ -1,4 +1,4 @@
-"""Floor 8. The health of a model's values: whether they are those of one step, and may be used, stored and written.
+"""The health of a model's values: whether they are those of one step, and may be used, stored and written.
 
 One object per model, asked before its values are used. Used by one thread at a time.
 

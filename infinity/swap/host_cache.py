@@ -1,4 +1,4 @@
-"""Floor 8. What of a model stays in pinned memory from step to step: from its layout to the planner's terms and back.
+"""What of a model stays in pinned memory from step to step: from its layout to the planner's terms and back.
 
 Owns nothing and moves nothing; the planner is infinity/schedule/residency.py.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. Gradients on their way from the device that computes to the host memory in which they are used.
+"""Gradients on their way from the device that computes to the host memory in which they are used.
 
 Started on the thread that reduces them, awaited by the update that needs them; never by anybody in between.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. Other torch optimizers over paged parameters, SGD among them: each steps the pieces that are in memory itself.
+"""Other torch optimizers over paged parameters, SGD among them: each steps the pieces that are in memory itself.
 
 A sub-group is stepped in parts that the processor's caches hold, so that the passes of torch's plain loop don't each go over
 all of it, and a split master is never joined as a whole.

@@ -1,4 +1,4 @@
-"""Floor 8. OpenMP threads without work: they spin where compute bounds a step, and sleep where the drives do. One
+"""OpenMP threads without work: they spin where compute bounds a step, and sleep where the drives do. One
 thread at a time.
 
 [Note: Where spinning pays]

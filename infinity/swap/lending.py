@@ -1,4 +1,4 @@
-"""Floor 8. Which groups' leases are the memory of gathered parameters. Training thread only.
+"""Which groups' leases are the memory of gathered parameters. Training thread only.
 
 [Note: Lent, not copied]
 In a model that is only run, on one rank where the host computes, parameters are computed with where they are staged: the lease

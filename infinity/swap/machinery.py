@@ -1,4 +1,4 @@
-"""Floor 8. What one run moves bytes with: its drives; and the pinned pool, the engine, the arena and the stager over them.
+"""What one run moves bytes with: its drives; and the pinned pool, the engine, the arena and the stager over them.
 
 The drives are known from the start, the rest is made as soon as the size of the pool is. Used by the training thread only.
 """

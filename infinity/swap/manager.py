@@ -1,4 +1,4 @@
-"""Floor 8. The swap manager: the floor's public face, over one run's drives and pinned pool.
+"""The swap manager: the floor's public face, over one run's drives and pinned pool.
 
 Two faces, in fact. `page(model)` hands a model that FSDP2 sharded over to the arena, and returns what moves it from then on
 (paging.py); `tensors` does the same for plain tensors of any other engine. Both share drives, engine and pool.

@@ -1,4 +1,4 @@
-"""Floor 8. What an optimizer keeps of each paged parameter: how often it was stepped, and moments that lie in the arena.
+"""What an optimizer keeps of each paged parameter: how often it was stepped, and moments that lie in the arena.
 
 Used by the training thread, and by autograd's threads on its behalf.
 """

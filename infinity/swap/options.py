@@ -1,4 +1,4 @@
-"""Floor 8. How a model is paged: every choice of `SwapManager.page` in one frozen object, which is passed whole.
+"""How a model is paged: every choice of `SwapManager.page` in one frozen object, which is passed whole.
 
 A field has the name of its config key wherever there is one.
 """

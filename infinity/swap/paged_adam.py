@@ -1,4 +1,4 @@
-"""Floor 8. Adam and AdamW over paged parameters.
+"""Adam and AdamW over paged parameters.
 
 The numbers are those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls
 the same kernels.

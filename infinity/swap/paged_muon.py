@@ -1,4 +1,4 @@
-"""Floor 8. Muon over paged matrices, and AdamW over the other parameters of a model.
+"""Muon over paged matrices, and AdamW over the other parameters of a model.
 
 A matrix, or this rank's rows of it, lies whole in one sub-group (`PagingOptions.matrices`), which is stepped by
 `torch.optim.Muon` itself: the numbers are torch's, bit for bit. It is kept in 8 bytes per element: the master, and its

@@ -1,4 +1,4 @@
-"""Floor 8. An optimizer over paged parameters: what a step does to each sub-group.
+"""An optimizer over paged parameters: what a step does to each sub-group.
 
 What all of them share is here. How gradients get here is in gradient_lap.py; what is kept of each parameter, in
 optimizer_state.py; how elements are updated, in paged_adam.py and hosted_optimizer.py.

@@ -1,4 +1,4 @@
-"""Floor 8. The paged tensor: looks like a tensor, holds no elements; they rest in the arena and come when asked for.
+"""The paged tensor: looks like a tensor, holds no elements; they rest in the arena and come when asked for.
 
 [Note: A tensor without elements]
 It is a real tensor (sizes, strides, dtype, a place in autograd) over a storage resized to zero bytes, because FSDP2 asks for

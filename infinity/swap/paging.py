@@ -1,4 +1,4 @@
-"""Floor 8. A paged model and all that moves it: what `SwapManager.page` returns, and what FSDP2 and the optimizer enter
+"""A paged model and all that moves it: what `SwapManager.page` returns, and what FSDP2 and the optimizer enter
 through.
 
 One thread at a time: see [Note: Other threads].

@@ -1,4 +1,4 @@
-"""Floor 8. The parameter lap: from a recorded trace over the drive and the device into FSDP2's hands, and back.
+"""The parameter lap: from a recorded trace over the drive and the device into FSDP2's hands, and back.
 
 Reads top-down: `gather` is what FSDP2 sets off for each shard, `gathered` what it says when it has copied one. Used by one
 thread at a time; see infinity/swap/README.md for a lap by example.

@@ -1,4 +1,4 @@
-"""Floor 8. The updates that sub-groups wait for, and how one is run.
+"""The updates that sub-groups wait for, and how one is run.
 
 [Note: Updates that wait]
 An optimizer step may leave the update of a sub-group for later. Until it runs, the sub-group counts as having the values that

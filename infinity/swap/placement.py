@@ -1,4 +1,4 @@
-"""Floor 8. Where a model's bytes rest, resolved once: extents in the arena, places in the host cache, tensors in host memory.
+"""Where a model's bytes rest, resolved once: extents in the arena, places in the host cache, tensors in host memory.
 
 Makes the sub-groups and groups of a `PagedModel`; see [Note: Where bytes rest] in sub_group.py.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. How a model will rest: its layout, and the pinned pool that this takes. Decided before anything is moved.
+"""How a model will rest: its layout, and the pinned pool that this takes. Decided before anything is moved.
 
 Pure but for one look at how much memory the machine has available.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
+"""What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
 
 Moves nothing: is told what happens, and says which chunks should be staged. Used by the training thread only.
 

@@ -1,4 +1,4 @@
-"""Floor 8. The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them."""
+"""The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 8. In which of its slots a sub-group's bytes may change, and when: commits and checkpoints come first.
+"""In which of its slots a sub-group's bytes may change, and when: commits and checkpoints come first.
 
 [Note: A/B slots]
 In a durable run a sub-group has two extents, its slots, and a commit says in which of them its state is. An update reads that

@@ -1,4 +1,4 @@
-"""Floor 8. Updates that were made before the factor of their step is known, and wait for the step to accept or discard them.
+"""Updates that were made before the factor of their step is known, and wait for the step to accept or discard them.
 
 [Note: Speculative updates]
 Where gradients are clipped, scaled or accumulated, what they are multiplied by is known only when the last of them has come. As

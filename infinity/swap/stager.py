@@ -1,4 +1,4 @@
-"""Floor 8. The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
+"""The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
 
 [Note: Why nobody waits for ever]
 A chunk with a lease is in one of six states. READING and WRITING end by themselves. COPYING_TO_DEVICE ends when the device has

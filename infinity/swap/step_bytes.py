@@ -1,4 +1,4 @@
-"""Floor 8. The bytes that a step of a paged model reads and writes, foretold from what it updates when.
+"""The bytes that a step of a paged model reads and writes, foretold from what it updates when.
 
 Arithmetic over what is placed where; follows nothing and moves nothing. What comes when is policy.py's.
 """

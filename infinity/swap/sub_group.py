@@ -1,4 +1,4 @@
-"""Floor 8. The paged sub-group: where each of its fields rests, and what its bytes mean while they are in memory.
+"""The paged sub-group: where each of its fields rests, and what its bytes mean while they are in memory.
 
 Data and pure looks at it; moves nothing.
 

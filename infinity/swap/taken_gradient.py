@@ -1,4 +1,4 @@
-"""Floor 8. What `.grad` shows of a gradient that is not in it: its shape, and an error for each use that needs its elements.
+"""What `.grad` shows of a gradient that is not in it: its shape, and an error for each use that needs its elements.
 
 A gradient that waits for its update elsewhere, or was applied already, is not in `.grad`, nor is one that a step has used.
 None there would let `clip_grad_norm_`, a second step, or a sum with the next gradient pass without effect, and the numbers

@@ -1,4 +1,4 @@
-"""Floor 8. Plain tensors in the arena, by name, for any other engine than FSDP2. Used by the training thread only."""
+"""Plain tensors in the arena, by name, for any other engine than FSDP2. Used by the training thread only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 8. What the look-ahead of a paged model chooses among: its chunks by number, their bytes, and how many may be held.
+"""What the look-ahead of a paged model chooses among: its chunks by number, their bytes, and how many may be held.
 
 Data and arithmetic; follows nothing and moves nothing. The uses to come, and their order, are policy.py's.
 """

@@ -1,4 +1,4 @@
-"""Floor 8. Access to single ranges of a paged model's values: what state_dict, checkpoints and a look at a weight go
+"""Access to single ranges of a paged model's values: what state_dict, checkpoints and a look at a weight go
 through."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 8. Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
+"""Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
 
 Used by the training thread, and by autograd's on its behalf. Gradients of resident shards are small and stay where torch puts
 them.

@@ -1,4 +1,4 @@
-"""Floor 8. The chunks that are worth having staged, as a look-ahead over numbers chooses them; the next one to read, and the
+"""The chunks that are worth having staged, as a look-ahead over numbers chooses them; the next one to read, and the
 first one to leave."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Floor 17. `infinity-bench doctor`: `command` asks and prints, the checks judge and try."""
+"""`infinity-bench doctor`: `command` asks and prints, the checks judge and try."""

@@ -1,4 +1,4 @@
-"""Floor 17. `infinity-bench doctor`: would training with NVMe work here, and what would make it work better?
+"""`infinity-bench doctor`: would training with NVMe work here, and what would make it work better?
 
 Runs the checks, prints what they found, and leaves nothing behind. Runs on the main thread.
 """

@@ -1,4 +1,4 @@
-"""Floor 17. The result of a check of the doctor, as plain data; sizes as text."""
+"""The result of a check of the doctor, as plain data; sizes as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. The doctor's checks of the machine: software, memory, GPU, container, limits, huge pages, I/O backends.
+"""The doctor's checks of the machine: software, memory, GPU, container, limits, huge pages, I/O backends.
 
 torch and the compiled core are imported by the checks that need them: that one cannot be loaded is a finding, too.
 """

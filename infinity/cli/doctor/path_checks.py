@@ -1,4 +1,4 @@
-"""Floor 17. The doctor's checks of the path: the folder, the drive under it, and a trial that writes and reads back there."""
+"""The doctor's checks of the path: the folder, the drive under it, and a trial that writes and reads back there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. The arguments of `infinity-bench plan`: the model, the machine, the training, what is written."""
+"""The arguments of `infinity-bench plan`: the model, the machine, the training, what is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. `infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
+"""`infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
 
 Reads what was asked, plans every strategy (plan/planner.py), and tells. Only for a PATH on this machine is anything measured.
 """

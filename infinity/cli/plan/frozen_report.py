@@ -1,4 +1,4 @@
-"""Floor 17. The part of a plan about frozen weights that stay in their files, for people and for programs."""
+"""The part of a plan about frozen weights that stay in their files, for people and for programs."""
 
 from __future__ import annotations
 

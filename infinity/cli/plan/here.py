@@ -1,4 +1,4 @@
-"""Floor 17. This machine as numbers for the planner: its memory, the rates of its drive, and those of a few training steps.
+"""This machine as numbers for the planner: its memory, the rates of its drive, and those of a few training steps.
 
 Compute is measured as it will be used: blocks of the model's width under infinity's engine, held in memory, so that FSDP2's
 copies and the real AdamW are in the figures. Runs on the main thread; leaves nothing behind.

@@ -1,4 +1,4 @@
-"""Floor 17. The shape of a Hugging Face decoder, from its config.json alone: a dense one, or a mixture of experts of a family
+"""The shape of a Hugging Face decoder, from its config.json alone: a dense one, or a mixture of experts of a family
 that is known here."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 17. Machines that one may not have, as numbers with their sources (docs/plan.md repeats them)."""
+"""Machines that one may not have, as numbers with their sources (docs/plan.md repeats them)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. The model that is planned for: from a count, from a shape, or from the config.json of a Hugging Face model."""
+"""The model that is planned for: from a count, from a shape, or from the config.json of a Hugging Face model."""
 
 from __future__ import annotations
 

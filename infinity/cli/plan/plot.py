@@ -1,4 +1,4 @@
-"""Floor 17. Step time over the number of parameters, a line per strategy for as far as it fits. Needs matplotlib."""
+"""Step time over the number of parameters, a line per strategy for as far as it fits. Needs matplotlib."""
 
 from __future__ import annotations
 

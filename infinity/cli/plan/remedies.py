@@ -1,4 +1,4 @@
-"""Floor 17. Where nothing fits: which other arguments would make it fit. Each was tried before it is named. Pure.
+"""Where nothing fits: which other arguments would make it fit. Each was tried before it is named. Pure.
 
 A remedy is a ladder of values, from the one next to what was asked for to the boldest. First come those that cost time or
 samples, then those that cost money.

@@ -1,4 +1,4 @@
-"""Floor 17. A plan, for people and for programs: tables, words, JSON."""
+"""A plan, for people and for programs: tables, words, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. The training config that `--write-config` writes for a plan."""
+"""The training config that `--write-config` writes for a plan."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Floor 17. `infinity-bench sweep`: `command` asks, `run` keeps the order, `search` decides, the others measure and tell."""
+"""`infinity-bench sweep`: `command` asks, `run` keeps the order, `search` decides, the others measure and tell."""

@@ -1,4 +1,4 @@
-"""Floor 17. `infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
+"""`infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
 
 Checks its options, measures, then prints. Its files on the drive have no name and are gone however it ends; only the drive's
 profile stays.

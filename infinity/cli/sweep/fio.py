@@ -1,4 +1,4 @@
-"""Floor 17. fio on the same bytes, measured and searched like our own engine: what else the drive could be driven by.
+"""fio on the same bytes, measured and searched like our own engine: what else the drive could be driven by.
 
 One process of fio per trial; it ends with us. It opens the test file through our descriptor, so it makes no file.
 """

@@ -1,4 +1,4 @@
-"""Floor 17. Bandwidth over block size, one panel per path and load, drawn from every trial of a sweep. Needs matplotlib."""
+"""Bandwidth over block size, one panel per path and load, drawn from every trial of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 

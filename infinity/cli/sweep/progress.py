@@ -1,4 +1,4 @@
-"""Floor 17. A bar with the time left on standard error; where that is no terminal, a plain line every few seconds."""
+"""A bar with the time left on standard error; where that is no terminal, a plain line every few seconds."""
 
 from __future__ import annotations
 

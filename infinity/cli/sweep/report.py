@@ -1,4 +1,4 @@
-"""Floor 17. What a sweep found, for people and for programs: tables, words, JSON, and the block for the training config."""
+"""What a sweep found, for people and for programs: tables, words, JSON, and the block for the training config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 17. Runs a sweep: every path alone, then all at once if they are on different drives; then prints the results.
+"""Runs a sweep: every path alone, then all at once if they are on different drives; then prints the results.
 
 Owns the order. The policy is in search.py, measuring in drive/measure.py, texts in report.py.
 """

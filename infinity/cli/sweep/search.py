@@ -1,4 +1,4 @@
-"""Floor 17. Which settings to try on a drive, and which to recommend. Pure policy: it calls a function that measures and does
+"""Which settings to try on a drive, and which to recommend. Pure policy: it calls a function that measures and does
 no I/O, so tests run it on simulated drives.
 
 [Note: How the search goes]
