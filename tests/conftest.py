@@ -19,6 +19,7 @@ from typing import Protocol
 import hypothesis
 import launch
 import pytest
+from spared import thin_out
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that workers side by side end at about the same time."""
+    thin_out(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -67,10 +67,8 @@ def _units_of(
     policy: StagingPolicy, group: PagedGroup, updated: Container[PagedSubGroup], copies: int
 ) -> Iterator[int]:
     yield from (policy.units.of(sub) for sub in group.resident_sub_groups if sub in updated)
-    members = [sub for sub in group.members if sub in updated]
-    if members or not policy._paged.may_go_direct(group):
-        yield copies
-    yield from map(policy.units.of, members)
+    yield copies
+    yield from (policy.units.of(sub) for sub in group.members if sub in updated)
 
 
 def check_policy(patch: pytest.MonkeyPatch) -> None:

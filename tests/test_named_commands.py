@@ -39,7 +39,9 @@ def named_commands() -> dict[str, str]:
 
 def recipe(target: str) -> list[str]:
     """The commands behind a target of make, with none for the environment before them."""
-    made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        ["make", "-n", "--no-print-directory", target], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return [
         line
         for line in made.splitlines()

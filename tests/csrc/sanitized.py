@@ -1,7 +1,7 @@
 """Builds the C++ tests of csrc for each sanitizer; the programs stay in build/, and so do the objects.
 
-`python tests/csrc/sanitized.py` builds all of them ahead of the tests; it needs Python's standard library alone. An object is
-named after all that it is made of, so nothing is compiled twice, and nothing is taken that is out of date.
+`python tests/csrc/sanitized.py [VARIANT ...]` builds them ahead of the tests; it needs Python's standard library alone. An
+object is named after all that it is made of, so nothing is compiled twice, and nothing is taken that is out of date.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 def main() -> int:
     try:
-        for variant in VARIANTS:
+        for variant in sys.argv[1:] or VARIANTS:
             for part in SOURCES:
                 print(build(part, variant), flush=True)
     except (MissingError, AssertionError) as error:

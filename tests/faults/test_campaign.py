@@ -32,7 +32,7 @@ def test_plain_tensors_come_back_as_they_were_stored(nvme_path: Path) -> None:
         assert not list(nvme_path.iterdir())
         return outcome
 
-    run(report, seeds(40), one)
+    run(report, seeds(16), one)
 
 
 def use_tensors(swap: infinity.SwapManager, draw: random.Random) -> str:
@@ -145,4 +145,4 @@ def test_training_gives_the_right_losses_or_an_error(nvme_path: Path, tmp_path: 
         found = weights(engine)
         assert all(torch.equal(found[name], last[name]) for name in last), "a weight is wrong"
 
-    run(report, seeds(16, share=0.1), one)
+    run(report, seeds(8, share=0.1), one)

@@ -18,12 +18,12 @@ SEEDS_AT_ONCE = 20
 @pytest.mark.usefixtures("one_rank")
 def test_an_exception_at_any_line_changes_no_number(nvme_path: Path) -> None:
     report = Report("interrupts")
-    run(report, seeds(24), lambda seed: trial(seed, nvme_path))
+    run(report, seeds(10), lambda seed: trial(seed, nvme_path))
 
 
 @pytest.mark.timeout(0)
 def test_two_ranks_agree_after_an_exception_on_one_or_both(nvme_path: Path, forked_ranks: Ranks) -> None:
-    report, which = Report("interrupts of two ranks"), seeds(4, share=0.1)
+    report, which = Report("interrupts of two ranks"), seeds(2, share=0.1)
     for first in range(which.start, which.stop, SEEDS_AT_ONCE):
         count = min(SEEDS_AT_ONCE, which.stop - first)
         ran = forked_ranks(RANKS, str(nvme_path), str(first), str(count), timeout_seconds=count * HANG_SECONDS)
@@ -37,7 +37,7 @@ def test_two_ranks_agree_after_an_exception_on_one_or_both(nvme_path: Path, fork
 @pytest.mark.usefixtures("one_rank")
 def test_an_exception_in_a_loop_of_ones_own_changes_no_number(nvme_path: Path) -> None:
     report = Report("interrupts without the engine")
-    run(report, seeds(12), lambda seed: interrupted_loop.trial(seed, nvme_path))
+    run(report, seeds(6), lambda seed: interrupted_loop.trial(seed, nvme_path))
 
 
 @pytest.mark.usefixtures("one_rank")

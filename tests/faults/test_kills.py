@@ -28,7 +28,7 @@ from children import Nursery
 
 import infinity
 
-KILLS = int(os.environ.get("INFINITY_KILLS", "5"))
+KILLS = int(os.environ.get("INFINITY_KILLS", "3"))
 STEPS = 12
 PATIENCE_SECONDS = 20
 DEADLY = ("after its name", "after the older went") if KILLS < 50 else tuple(scene.INSTANTS)
@@ -256,4 +256,4 @@ def test_faults_leave_a_committed_step_to_go_on_from(nvme_path: Path, expected: 
             loss = scene.step(engine, number).hex()
             assert loss == right[number], f"the loss of step {number} is {loss} instead of {right[number]}"
 
-    run(report, seeds(6, share=0.1), one)
+    run(report, seeds(3, share=0.1), one)

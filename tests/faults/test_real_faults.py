@@ -35,7 +35,7 @@ from infinity.checkpoint import dcp as checkpoint
 from infinity.store.run_folder import RunFolder
 
 HERE = Path(__file__).parent
-KILLS = int(os.environ.get("INFINITY_KILLS", "5"))
+KILLS = int(os.environ.get("INFINITY_KILLS", "3"))
 PATIENCE_SECONDS = 120
 MIB = 1 << 20
 FLIPS = int(os.environ.get("INFINITY_FLIPS", "3"))

@@ -164,11 +164,9 @@ CASES = {
 }
 
 ON_SEVERAL_RANKS = (
-    "one group at a time, asked for more",
     "some kept, some ahead",
     "kept between micro-batches",
     "another path each time",
-    "a frozen tower, far ahead",
 )
 """Where the others' gathers could meet a bound of one's own; each takes seconds there."""
 

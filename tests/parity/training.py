@@ -281,28 +281,15 @@ SHARDED = {name: case for name, case in CASES.items() if (case.optimizer, case.u
 """Those that run on several ranks, which update matrices together."""
 
 ON_SEVERAL_RANKS = (
-    "plain",
     "accumulation and clipping",
     "frozen parameters",
-    "sub-groups that cut parameters",
-    "fp16",
-    "updated in forward, small sub-groups",
     "updated in backward, small sub-groups",
-    "speculative, clipped",
-    "bf16 moments, accumulation and clipping",
     "8-bit moments, accumulation and clipping",
-    "Muon",
     "Muon, speculative, clipped",
-    "Muon, everything resident",
-    "updated in the step",
     "some that stay, some ahead",
-    "train_batch, vertical, clipped",
     "train_batch, vertical, speculative",
-    "train_batch, vertical, frozen parameters",
-    "train_batch, vertical, gradients on NVMe",
-    "train_batch, vertical, some that stay, some ahead",
 )
-"""What more than one rank makes different: shards cut unevenly, reductions, agreements. The rest only take minutes there."""
+"""Cases that several ranks make different: shards cut unevenly, reductions, agreements. The others take minutes there."""
 
 
 class Block(nn.Module):

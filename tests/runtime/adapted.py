@@ -105,7 +105,7 @@ FOUR_BITS = {
 """With bitsandbytes only."""
 
 
-ON_SEVERAL_RANKS = ("several files", "fp32 in the files", "adapters on NVMe, clipped", "accumulated", "int8")
+ON_SEVERAL_RANKS = ("several files", "adapters on NVMe, clipped", "int8")
 
 
 def save(folder: Path, case: Case) -> Path:

@@ -226,7 +226,7 @@ acts = st.one_of(
 
 @given(st.lists(acts, max_size=14), st.sampled_from(["step", "forward"]))
 @settings(
-    max_examples=settings.default.max_examples // 4,
+    max_examples=settings.default.max_examples // 10,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_no_order_of_anything_is_refused_and_no_bit_changes(
