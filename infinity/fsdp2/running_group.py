@@ -53,8 +53,6 @@ class RunningGroup:
         """Whether a forward of all micro-batches, or its backward, is going on."""
         self._watched: set[Any] = set()
         """Parameters (FSDP2's) of which more is taken than what comes for leaves."""
-        self._versions: list[int] = []
-        """Of the gathered parameters, as the first micro-batch found them."""
 
     @property
     def is_resharded_after_forward(self) -> bool:
@@ -63,14 +61,12 @@ class RunningGroup:
     def clear(self, *, is_running: bool) -> None:
         """What is left of gradients is void."""
         self.is_running = is_running
-        self._versions = []
         self._sums.clear()
         for leaf in self._leaves.values():
             leaf.grad = None
 
     def enter(self, micro_batch: int) -> None:
         """It is gathered: from now on its modules show the leaves of a micro-batch."""
-        self._versions = self._versions or self._versions_now()
         for parameter in self._trained():
             parameter._setattr_on_modules(self._leaf(parameter, micro_batch))
 
@@ -78,15 +74,6 @@ class RunningGroup:
         """Its modules show the gathered parameters."""
         for parameter in self._trained():
             parameter._setattr_on_modules(parameter._unsharded_param)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a micro-batch wrote to the gathered parameters, which the others would see."""
-        return bool(self._versions) and self._versions != self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        """A leaf shares memory and version with its gathered parameter."""
-        return [parameter._unsharded_param._version for group in self._groups for parameter in group.fsdp_params]
 
     def suspend(self) -> None:
         """A micro-batch pauses within it: the next one enters as if none was there."""

@@ -9,12 +9,11 @@ little to gain by that alone, and glibc kept a third of a GiB more of what was f
     elements of the next gather in them, because the storage is the same one. So it is wherever autograd may be recording.
   * lent: the parameter's memory is that of the caller, until FSDP2 frees it. No byte is moved. Views of the parameter must not
     outlive the gather, so this is for passes without autograd. Whether one does is seen when FSDP2 frees it, as something
-    has the lent storage then: that is an error, and never a wrong number. What a forward writes into the parameter is in the
-    caller's memory, which is told (not of what it writes past torch, which leaves no trace).
+    has the lent storage then: that is an error, and never a wrong number. A forward that writes to the parameter ends in an
+    error too (guarded.py), and recovery drops the caller's memory; a write past torch leaves no trace.
   * lodged: the caller has the elements at the same place whenever they are gathered, and the parameter's memory is that, for
     good. No byte is moved, and autograd's views find the elements there. The caller may change them once FSDP2 has freed the
-    parameter. He is told of what was written to it as of what is lent, and in a training he finds what left no trace, by the
-    checksums of trained parameters.
+    parameter. A training finds a write past torch too, by the checksums of trained parameters.
 
 FSDP2 frees and allocates what it takes for the inner tensors of the parameter (`resize_` of their storage). It gets this
 object as the only one of them, and so tells when it is done with what was lent.
@@ -76,21 +75,16 @@ class UnshardedMemory:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.tensor):
             write(self.tensor)
 
-    def lend(self, parameter: nn.Parameter, elements: torch.Tensor, freed: Callable[[bool], None]) -> None:
+    def lend(self, parameter: nn.Parameter, elements: torch.Tensor, freed: Callable[[], None]) -> None:
         """The parameter's memory is that of `elements` (1-D, on the CPU) until FSDP2 frees it, or `take_back`.
 
-        freed: called when FSDP2 does, with whether the elements were written to.
+        freed: called when FSDP2 frees it.
         """
         self._nbytes = self.nbytes
         elements = torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)  # a storage of its own
         before = parameter.data
         set_memory(parameter, elements.view(parameter.shape))
-        self._lent = _Lent(parameter, before, elements, freed, _holders(elements), parameter._version)
-
-    @property
-    def was_written(self) -> bool:
-        """Whether what is lent was written to."""
-        return self._lent is not None and self._lent.parameter._version != self._lent.version
+        self._lent = _Lent(parameter, before, elements, freed, _holders(elements))
 
     def take_back(self, *, copy: bool) -> None:
         """What was lent may change: if FSDP2 hasn't freed the parameter, it has a copy of its own, or is to free it now."""
@@ -128,10 +122,10 @@ class UnshardedMemory:
         if lent is None:
             self.tensor.untyped_storage().resize_(0)
             return
-        written, self._lent = self.was_written, None
+        self._lent = None
         set_memory(lent.parameter, lent.before)
         outlives = _holders(lent.elements) > lent.holders - 1  # the parameter was one of them
-        lent.freed(written)
+        lent.freed()
         if outlives:
             raise InfinityError(
                 f"a view of a frozen weight of shape {tuple(lent.parameter.shape)} is held after its group's forward, which "
@@ -141,12 +135,12 @@ class UnshardedMemory:
 
 
 class LodgedMemory(UnshardedMemory):
-    """That of `elements` (1-D, on the CPU), for good. changed: called when FSDP2 frees the parameter, if it was written to."""
+    """That of `elements` (1-D, on the CPU), for good."""
 
-    def __init__(self, elements: torch.Tensor, changed: Callable[[], object]) -> None:
+    def __init__(self, elements: torch.Tensor) -> None:
         super().__init__(0, elements.dtype, elements.device)
         self.tensor = torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)  # a storage of its own
-        self._nbytes, self._version, self._changed = self.nbytes, self.tensor._version, changed
+        self._nbytes = self.nbytes
 
     def leave(self) -> None:
         """The elements are somebody else's from now on; FSDP2 has freed the parameter."""
@@ -154,9 +148,6 @@ class LodgedMemory(UnshardedMemory):
 
     def resize_(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        if not nbytes and self.tensor._version != self._version:
-            self._version = self.tensor._version
-            self._changed()
 
 
 @dataclass(eq=False)
@@ -165,10 +156,9 @@ class _Lent:
     before: torch.Tensor
     """What its memory was."""
     elements: torch.Tensor
-    freed: Callable[[bool], None]
+    freed: Callable[[], None]
     holders: int
     """Who had the storage of the elements when they were lent."""
-    version: int
 
 
 def _holders(tensor: torch.Tensor) -> int:

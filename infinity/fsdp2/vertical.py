@@ -284,11 +284,6 @@ class _Pass:
         coroutine.go_on()
         self._root.leave()
         self._coroutine = None
-        for group in (self._root, *(self._groups[module] for module in self._passed)):
-            if group.is_written:
-                self.why_not = (
-                    self.why_not or f"{self._names[group.module] or 'the model'} changes its weights in a forward"
-                )
         self.why_not = self.why_not or self._state.changed(None if begins else self._passed)
 
     def come_to(self, module: nn.Module, coroutine: Coroutine) -> None:

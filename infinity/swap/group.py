@@ -63,8 +63,6 @@ class Delivery:
     copy_event: CopyEvent | None = None
     lent: bool = False
     """Whether what is given may be the memory of gathered parameters: see [Note: Lent, not copied] in lending.py."""
-    changed: bool = False
-    """Whether some of what was lent was written to, so that it is not what the drive holds."""
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
     _piece: torch.Tensor | None = field(default=None, repr=False)

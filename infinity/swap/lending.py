@@ -9,8 +9,8 @@ gathered (the root, as a rule) would keep others from being lent, and is copied.
 [Note: Lent for good]
 Where the pool holds the whole model, nothing has to leave, and gathering takes longer than it is worth: a tenth of a token's
 time. So there each group but experts is lent until somebody needs it freed, and FSDP2 is told not to free it after its forward.
-It is freed before a forward with gradients, whose autograd would keep views of the lease, and before one that follows a write
-into it, which is forgotten as it is where groups come and go. The first gather of a parameter makes it, and copies.
+It is freed before a forward with gradients, whose autograd would keep views of the lease. The first gather of a parameter
+makes it, and copies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Lending:
         """The module of a group is called: what is lent for good may have to be freed before."""
         if group not in self._lent or in_backward():
             return
-        if torch.is_grad_enabled() or any(memory.was_written for memory in self._memory_of(group)):
+        if torch.is_grad_enabled():
             module = group.sharded_module
             assert module is not None
             module.reshard()

@@ -67,11 +67,8 @@ class Gatherer(Protocol):
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered the shard."""
 
-    def freed(self, shard: PagedShard, changed: bool) -> None:
-        """FSDP2 has no use any more for a shard that was lent; `changed`: somebody wrote to it."""
-
-    def changed(self, shard: PagedShard) -> None:
-        """Somebody wrote to a gathered parameter that has its memory where the shard is staged, and FSDP2 frees it."""
+    def freed(self, shard: PagedShard) -> None:
+        """FSDP2 has freed a shard that was lent."""
 
 
 class _Blank:
@@ -180,8 +177,7 @@ class PagedTensor(ElsewhereTensor):
             return None if out is not None else (all_gather_outputs[0], ())
         if shard.lodged:
             if out is None:
-                changed = functools.partial(self._gatherer.changed, shard)
-                shard.unsharded = LodgedMemory(shard.elements(metadata), changed)
+                shard.unsharded = LodgedMemory(shard.elements(metadata))
             assert shard.unsharded is not None
             self._gatherer.gathered(shard)
             return (shard.unsharded.tensor, (shard.unsharded,)) if out is None else None

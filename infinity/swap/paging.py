@@ -190,16 +190,10 @@ class Paging:
         with self.entered():
             self.parameters.gathered(shard)
 
-    def freed(self, shard: PagedShard, changed: bool) -> None:
-        """FSDP2 frees a shard that was lent: see `ParameterLap.freed`."""
+    def freed(self, shard: PagedShard) -> None:
+        """FSDP2 has freed a shard that was lent."""
         with self.entered():
-            self.parameters.freed(shard, changed=changed)
-
-    def changed(self, shard: PagedShard) -> None:
-        """Somebody wrote to a shard where it is staged, and FSDP2 frees it: that is forgotten, as FSDP2 forgets it."""
-        with self.entered():
-            assert shard.group.chunk is not None
-            self.paged.stager.drop(shard.group.chunk)
+            self.parameters.freed(shard)
 
     # The gradient lap, entered by the optimizer.
 

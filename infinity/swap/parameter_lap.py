@@ -80,15 +80,10 @@ class ParameterLap:
         timeline = self._stager.timeline
         if timeline is not None:
             timeline.gathered(shard.group.name, at_once=self._alone)
-        self._end(shard)
+        self.freed(shard)
 
-    def freed(self, shard: PagedShard, *, changed: bool) -> None:
-        """FSDP2 has no use any more for a shard that was lent; `changed`: somebody wrote to it."""
-        shard.delivery.changed |= changed
-        self._end(shard)
-
-    def _end(self, shard: PagedShard) -> None:
-        """Nobody needs the bytes any more among which a shard was given."""
+    def freed(self, shard: PagedShard) -> None:
+        """FSDP2 no longer needs the bytes that it was given for a shard."""
         group = shard.group
         last = not group.delivery.given and shard.index == group.shards[-1]
         if shard.resident is None:
@@ -227,8 +222,7 @@ class ParameterLap:
         if group.in_use:
             assert group.chunk is not None
             may_come = group.is_routed or (group.is_frozen and self._policy.is_first_evaluation)
-            keep = (may_come or group.chunk in self._stager.wanted) and not group.delivery.changed
-            group.delivery.changed = False
+            keep = may_come or group.chunk in self._stager.wanted
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None
