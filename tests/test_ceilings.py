@@ -22,15 +22,28 @@ def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
 
 
+def _skip_outside_git() -> None:
+    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode != 0:
+        pytest.skip("not a checkout: git doesn't say which files count")
+
+
 def test_no_total_of_lines_is_above_its_ceiling_or_far_below() -> None:
     import size
 
-    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode != 0:
-        pytest.skip("not a checkout: git doesn't say which files count")
+    _skip_outside_git()
     for name, total in size.totals(size.lines_by_room()).items():
         ceiling = CEILINGS["lines"][name]
         assert total <= ceiling, f"{name} has {total} lines, {total - ceiling} above its ceiling: remove as many"
         assert ceiling - total <= SLACK_LINES, f"{name} has {total} lines: python tools/size.py --lower"
+
+
+def test_no_room_has_more_dialect_words_than_its_ceiling() -> None:
+    import size
+
+    _skip_outside_git()
+    for room, count in size.dialect_by_room().items():
+        ceiling = CEILINGS["dialect"].get(room, 0)
+        assert count <= ceiling, f"{room} has {count} of {size.DIALECT.pattern}; its ceiling is {ceiling}"
 
 
 @pytest.mark.usefixtures("one_rank")
