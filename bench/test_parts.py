@@ -21,7 +21,7 @@ from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.resources import Resources
 from infinity.plan.simulator import simulate
 from infinity.plan.step import Pause, Step, SubGroup, Use
-from infinity.schedule.lookahead import plan_look_ahead
+from infinity.schedule.readahead import plan_look_ahead
 from infinity.store import Arena, RunFolder, Shard, plan_layout
 from infinity.units import KIB, MIB
 

@@ -8,7 +8,7 @@ import infinity
 def come_to_rest(swap: infinity.SwapManager) -> None:
     """Nothing is being written or read, and all is read ahead that fits: how far that had come is the machine's mood."""
     swap.stager.settle_all()
-    swap.stager.want(swap.stager.wanted)
+    swap.stager.want()
     for chunk in swap.stager._staged:
         for transfer in chunk.transfers:
             transfer.wait()

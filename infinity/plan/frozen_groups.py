@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.work import Work
-from infinity.schedule.lookahead import cycle_read_bytes
 from infinity.schedule.pinned import GATHERS_IN_USE
+from infinity.schedule.readahead import cycle_read_bytes
 from infinity.schedule.residency import choose_to_stay
 from infinity.schedule.scheme import COMPUTE_BYTES
 

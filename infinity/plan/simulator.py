@@ -26,7 +26,7 @@ from collections import deque
 from infinity.errors import BudgetError
 from infinity.plan.resources import Clock, Drive, Link, Pool, Resources, Simulated
 from infinity.plan.step import Pause, Step, SubGroup, Use
-from infinity.schedule.eviction import Eviction
+from infinity.schedule.readahead import Eviction
 from infinity.schedule.timeline import Interval
 
 
@@ -151,7 +151,7 @@ class _Thread:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drop units until `nbytes` are free, as [Note: What makes room] in schedule/eviction.py says. Returns whether they
+        """Drop units until `nbytes` are free, as [Note: What makes room] in schedule/readahead.py says. Returns whether they
         are; if not, a transfer or a gather must end first."""
         while self._pool.free < nbytes:
             unit = self._staged.victim(writes_in_flight=self._writing > 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infinity.schedule.lookahead import plan_look_ahead
+from infinity.schedule.readahead import plan_look_ahead
 
 
 class Use(NamedTuple):
@@ -106,7 +106,7 @@ class Step:
     def ends(self) -> list[int]:
         """With `place` items begun, what `program[place : ends[place]]` needs should be staged.
 
-        Groups and sub-groups alike hold at most `look_ahead_bytes` (`lookahead.plan_look_ahead`). After a pause it is
+        Groups and sub-groups alike hold at most `look_ahead_bytes` (`readahead.plan_look_ahead`). After a pause it is
         `sub_groups_ahead`, and what was staged by then. Beyond a pause that is still to come only where reads go on.
         """
         places = len(self.program)

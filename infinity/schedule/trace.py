@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+Unit = TypeVar("Unit", bound=Hashable)
 
 
-class _Cycle:
-    """Uses in their order, and by group the places of its uses."""
+class _Cycle(Generic[Unit]):
+    """Uses in their order, and by unit the places of its uses."""
 
-    def __init__(self, uses: Sequence[int]) -> None:
+    def __init__(self, uses: Sequence[Unit]) -> None:
         self.uses = tuple(uses)
-        self._places: dict[int, list[int]] = {}
+        self._places: dict[Unit, list[int]] = {}
         for place, group in enumerate(self.uses):
             self._places.setdefault(group, []).append(place)
 
-    def next_use(self, group: int, place: int) -> int | None:
+    def next_use(self, group: Unit, place: int) -> int | None:
         """Where `group` is used next, at `place` or after it."""
         places = self._places.get(group, [])
         later = bisect_left(places, place)
         return places[later] if later < len(places) else None
 
 
-class Trace:
-    """The order of uses of one phase (training, or evaluation), as a cycle of group numbers.
+class Trace(Generic[Unit]):
+    """The order of uses of one phase (training, or evaluation), as a cycle of units.
 
     A cycle is recorded while the one before it is followed. A use that was not expected moves the place in the followed
     cycle to the next such use where there is one, and is otherwise only recorded: prediction is an accelerator, never a
@@ -32,10 +35,10 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self._followed = _Cycle(())
-        self._recorded: list[int] = []
-        self._before: tuple[int, ...] = ()
-        self._used: set[int] = set()
+        self._followed: _Cycle[Unit] = _Cycle(())
+        self._recorded: list[Unit] = []
+        self._before: tuple[Unit, ...] = ()
+        self._used: set[Unit] = set()
         self._place = 0
         self._mispredicted = False
         self._excused = 0
@@ -48,7 +51,7 @@ class Trace:
         return bool(self.cycle)
 
     @property
-    def cycle(self) -> tuple[int, ...]:
+    def cycle(self) -> tuple[Unit, ...]:
         """The order that is followed; empty until one is known."""
         return self._followed.uses
 
@@ -57,11 +60,11 @@ class Trace:
         """How many of its uses are behind."""
         return self._place
 
-    def used(self, group: int) -> bool:
+    def used(self, group: Unit) -> bool:
         """Whether `group` was used in the cycle that is going on."""
         return group in self._used
 
-    def use(self, group: int) -> None:
+    def use(self, group: Unit) -> None:
         """Group `group` is used now."""
         self._recorded.append(group)
         self._used.add(group)
@@ -102,7 +105,7 @@ class Trace:
         self._recorded, self._used, self._place, self._mispredicted = [], set(), 0, False
         return unexcused
 
-    def upcoming(self, *, into_next: bool = False) -> Iterator[int]:
+    def upcoming(self, *, into_next: bool = False) -> Iterator[Unit]:
         """The uses expected in the rest of this cycle, `into_next`: and in the next one. Empty until one is known.
 
         What is read before the end of a training cycle is stale after it: the step changes every group.

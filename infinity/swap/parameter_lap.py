@@ -96,7 +96,8 @@ class ParameterLap:
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
         """Start the reads for what comes next; `using`: the group whose members are being updated now."""
-        self._stager.want(self._policy.wanted(using))
+        self._policy.look_ahead(using)
+        self._stager.want()
 
     def read_experts(self, groups: Sequence[PagedGroup]) -> None:
         """These experts are gathered next, in this order: start to read those that are not staged, while there is room."""
@@ -222,7 +223,7 @@ class ParameterLap:
         if group.in_use:
             assert group.chunk is not None
             may_come = group.is_routed or (group.is_frozen and self._policy.is_first_evaluation)
-            keep = may_come or group.chunk in self._stager.wanted
+            keep = may_come or self._stager.readahead.needed(group.chunk) is not None
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None

@@ -30,6 +30,7 @@ import torch
 
 from infinity.aio import Lease
 from infinity.errors import IntegrityError
+from infinity.schedule.readahead import in_turn
 from infinity.swap.chunk import ChunkState, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
@@ -38,7 +39,6 @@ from infinity.swap.speculation import Speculation
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.timeline import measured
-from infinity.swap.wanted import Wanted
 
 
 class PendingUpdates:
@@ -162,13 +162,14 @@ class PendingUpdates:
         """
         moving, in_memory = [sub for sub in self if sub.moves], [sub for sub in self if not sub.moves]
         groups = [group for group in self._groups if self.of(group)]
-        wanted, ahead = Wanted.of([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
+        ahead = in_turn([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
+        self._stager.readahead.follow(ahead)
         done = 0
         try:
             for sub in _in_turn(moving, in_memory):
                 ahead.pass_to(done)
-                ahead.fit()
-                self._stager.want(wanted)
+                self._stager.readahead.fit()
+                self._stager.want()
                 done += sub.moves
                 with self._home_of(self.group_of(sub)) as home:
                     self.run(sub, into=home)

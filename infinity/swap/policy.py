@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from infinity.fsdp2.sharding import in_backward
-from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead
+from infinity.schedule.readahead import UNTIL_THE_END, LookAhead, Use
 from infinity.schedule.trace import Trace
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
@@ -42,8 +42,7 @@ from infinity.swap.paged_model import PagedModel
 from infinity.swap.speculation import is_speculative
 from infinity.swap.step_bytes import StepBytes
 from infinity.swap.sub_group import PagedSubGroup
-from infinity.swap.units import Units
-from infinity.swap.wanted import Wanted
+from infinity.swap.units import Unit, Units, compute_of, state_of
 
 log = logging.getLogger("infinity")
 
@@ -63,7 +62,8 @@ class StagingPolicy:
     ) -> None:
         self._paged = paged
         self._updates_wait = options.updates_wait
-        self._traces = {True: Trace(), False: Trace()}
+        self._readahead = paged.stager.readahead
+        self._traces: dict[bool, Trace[PagedGroup | PagedSubGroup]] = {True: Trace(), False: Trace()}
         self._phase = True
         """Whether it was training that used a group last."""
         self._pass_trains: bool | None = None
@@ -85,7 +85,7 @@ class StagingPolicy:
             if sub.layout.trained and (not options.speculative or is_speculative(paged.layout, sub.layout, options))
         )
         """What the backward updates; where that is speculative, while it is due."""
-        self._spilled = frozenset(self.units.of(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
+        self._spilled = frozenset(state_of(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
         self._following: _Following | None = None
         """See [Note: Following what comes]."""
 
@@ -130,9 +130,9 @@ class StagingPolicy:
         trace = self._traces[training]
         # The other phase doesn't ask for what this one leaves gathered: that is no other path.
         self._traces[not training].interrupt()
-        if not training and self._pass_trains is None and trace.used(group.index):
+        if not training and self._pass_trains is None and trace.used(group):
             self._end_evaluation()
-        trace.use(group.index)
+        trace.use(group)
 
     def begin_update(self, group: PagedGroup) -> None:
         """Members of a group are updated in the backward now."""
@@ -141,7 +141,7 @@ class StagingPolicy:
 
     def use_state(self, sub: PagedSubGroup) -> None:
         """A sub-group was updated in the backward."""
-        self._traces[True].use(self.units.of(sub))
+        self._traces[True].use(sub)
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """In a backward: whether the gradients of a group, once all are there, are all that come."""
@@ -169,30 +169,31 @@ class StagingPolicy:
         """Whether an evaluation is going on, and none was before, so that nobody knows what comes after it."""
         return not self._phase and not self._traces[False].cycle
 
-    def wanted(self, using: PagedGroup | None = None) -> Wanted:
-        """The chunks that should be staged now, soonest needed first; `using`: the group whose members are being updated.
-
-        It is good until the next call.
-        """
+    def look_ahead(self, using: PagedGroup | None = None) -> None:
+        """Have the chunks wanted that should be staged now, soonest needed first; `using`: the group whose members are being
+        updated."""
         following, self._following = self._following, None
-        if following is None or not self._goes_on(following):
-            following = self._begin_following()
-        self._follow(following, using)
+        if following is not None and self._is_rest_of(following):
+            self._follow(following, using)
+            self._readahead.fit()
+        else:
+            following, stay = self._begin_following()
+            self._follow(following, using)
+            self._readahead.follow(following.ahead, stay)
         self._following = following
-        return following.wanted
 
     def next_gathers(self) -> Iterator[PagedGroup]:
         """The groups that are gathered next, each once, until one that is updated in the backward before it is gathered."""
-        groups = self._paged.groups
-        seen: set[int] = set()
-        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
-            if index >= len(groups):
-                seen.add(-1 - self._paged.sub_groups[index - len(groups)].layout.space)
-            elif -1 - index in seen:
+        seen: set[PagedGroup] = set()
+        updated: set[int] = set()
+        for used in self._traces[self._phase].upcoming(into_next=not self._phase):
+            if isinstance(used, PagedSubGroup):
+                updated.add(used.layout.space)
+            elif used.index in updated:
                 return
-            elif index not in seen:
-                seen.add(index)
-                yield groups[index]
+            elif used not in seen:
+                seen.add(used)
+                yield used
 
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
@@ -225,25 +226,30 @@ class StagingPolicy:
             self._logged_misprediction = True
             log.info("the model took another path than in the pass before; reads follow the new one from now on")
 
-    def _goes_on(self, following: _Following) -> bool:
-        """Whether what comes is the rest of what came then."""
-        trace = self._traces[self._phase]
-        same = following.trains == self._phase and following.cycle is trace.cycle
-        same = same and (self._phase or bool(following.pending) == bool(self._paged.updates))
-        return same and following.stepped is self._paged.updates.stepped and following.place <= trace.place
+    def _is_rest_of(self, following: _Following) -> bool:
+        """True if the uses to come are the rest of those that `following` began with."""
+        trace, updates = self._traces[self._phase], self._paged.updates
+        return (
+            self._readahead.following is following.ahead
+            and following.trains == self._phase
+            and following.cycle is trace.cycle
+            and (self._phase or bool(following.pending) == bool(updates))
+            and following.stepped is updates.stepped
+            and following.place <= trace.place
+        )
 
-    def _begin_following(self) -> _Following:
+    def _begin_following(self) -> tuple[_Following, frozenset[Unit]]:
         trace, paged = self._traces[self._phase], self._paged
         # While updates wait, their state takes the room that an evaluation has.
         stay = self.units.staying if self._phase or paged.updates else self.units.stay_in(trace.cycle)
         ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self.units.limits(stay))
-        wanted = Wanted(ahead, self.units.chunks, self.units.numbers, stay)
-        return _Following(
-            ahead, wanted, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates)
+        following = _Following(
+            ahead, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates)
         )
+        return following, frozenset(map(compute_of, stay))
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
-        """Go along to the current place."""
+        """Follow to the current place."""
         ahead, trace = following.ahead, self._traces[self._phase]
         if following.pending:
             self._leave_out_done(following, using)
@@ -253,10 +259,9 @@ class StagingPolicy:
             following.using = None
         if using is not following.using or using is None:
             waiting = self._paged.updates.of(using) if using is not None else []
-            now = [*(~self.units.of(sub) for sub in waiting), using.index] if using is not None else []
-            ahead.need_now(now)
+            now = [Use(0, state_of(sub), until_done=True) for sub in waiting]
+            ahead.need_now([*now, Use(0, compute_of(using))] if using is not None else now)
             following.using, following.waiting = using, deque(waiting)
-        ahead.fit()
 
     def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
         """Tell the look-ahead which updates were run since. Cheapest first: those of the group that was in use, in their order;
@@ -266,86 +271,72 @@ class StagingPolicy:
         while waiting and waiting[0] not in updates:
             done.append(waiting.popleft())
         if len(pending) - len(done) != len(updates):
-            groups = self._paged.groups
             used = following.cycle[following.place : self._traces[self._phase].place]
-            indices = dict.fromkeys(index for index in used if index < len(groups))
-            if using is not None:
-                indices[using.index] = None
-            members = dict.fromkeys(
-                sub for index in indices for sub in (*groups[index].resident_sub_groups, *groups[index].members)
+            groups = dict.fromkeys(
+                [*(unit for unit in used if isinstance(unit, PagedGroup)), *([using] if using else [])]
             )
+            members = dict.fromkeys(sub for group in groups for sub in (*group.resident_sub_groups, *group.members))
             done = [*{sub: None for sub in (*done, *members) if sub in pending and sub not in updates}]
         if len(pending) - len(done) != len(updates):
             done = [sub for sub in pending if sub not in updates]
         for sub in done:
             del pending[sub]
-            following.ahead.done(self.units.of(sub))
+            following.ahead.done(state_of(sub))
 
-    def _coming(self, trains: bool, cycle: Sequence[int], place: int) -> Iterator[tuple[float, int]]:
-        """The uses from a place of a cycle on, soonest first, for `LookAhead`: (place, unit) of each group and of what its
-        updates need; in evaluation those of the next cycle too."""
-        paged = self._paged
-        groups = paged.groups
+    def _coming(self, trains: bool, cycle: Sequence[PagedGroup | PagedSubGroup], place: int) -> Iterator[Use[Unit]]:
+        """The uses from a place of a cycle on, soonest first: of each group, and of what its updates need; in evaluation those
+        of the next cycle too."""
+        updates = self._paged.updates
         for at in range(place, len(cycle) if trains else 2 * len(cycle)):
-            index = cycle[at % len(cycle)]
-            if index >= len(groups):  # an update in the backward, which needs the compute parameters too
-                yield from ((at, unit) for unit in self.units.with_compute(index))
-                continue
-            yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, index, until_done=True))
-        yield from ((UNTIL_THE_END, ~self.units.of(sub)) for sub in tuple(paged.updates) if sub in paged.updates)
+            used = cycle[at % len(cycle)]
+            if isinstance(used, PagedSubGroup):  # an update in the backward, which needs the compute parameters too
+                yield from (Use(at, unit) for unit in self.units.with_compute(used))
+            else:
+                compute = compute_of(used)
+                for unit in self._units_of(used, updates, compute):
+                    yield Use(at, unit, until_done=unit is not compute)
+        yield from (Use(UNTIL_THE_END, state_of(sub), until_done=True) for sub in tuple(updates) if sub in updates)
         if trains:
-            yield from ((UNTIL_THE_END, unit) for unit in self._next_step(cycle))
+            yield from (Use(UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
-    def _next_step(self, cycle: Sequence[int]) -> Iterator[int]:
+    def _next_step(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Iterator[Unit]:
         """The units of the coming step, if it is like the last one, in its order, up to the first that can't be read before it:
         see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
         in_backward = self._in_backward if self._paged.updates.speculation.is_due else ()
         stepped = {sub: None for sub in self._paged.updates.stepped if sub not in in_backward}
-        groups = (self._paged.groups[index] for index in cycle if index < len(self._paged.groups))
-        units: Iterable[int]
+        groups = (unit for unit in cycle if isinstance(unit, PagedGroup))
+        units: Iterable[Unit]
         if not self._updates_wait:
-            units = chain(
-                map(self.units.of, stepped), (group.index for group in takewhile(lambda group: group.is_frozen, groups))
-            )
+            frozen = takewhile(lambda group: group.is_frozen, groups)
+            units = chain(map(state_of, stepped), map(compute_of, frozen))
         else:
             units = (
                 unit
                 for group in groups
-                for unit in self._units_of(
-                    group, stepped, group.index if group.is_frozen else self.units.room_for(group)
-                )
+                for unit in self._units_of(group, stepped, compute_of(group) if group.is_frozen else group)
             )
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
-    def _units_of(
-        self, group: PagedGroup, updated: Container[PagedSubGroup], compute: int, *, until_done: bool = False
-    ) -> Iterator[int]:
-        """The units that a gather needs: its compute parameters, as unit `compute`, between the sub-groups updated for it.
+    def _units_of(self, group: PagedGroup, updated: Container[PagedSubGroup], compute: Unit) -> Iterator[Unit]:
+        """The units that a gather needs: its compute parameters, as `compute`, between the sub-groups updated for it."""
+        resident_sub_groups = [state_of(sub) for sub in group.resident_sub_groups if sub in updated]
+        members = [state_of(sub) for sub in group.members if sub in updated]
+        yield from (*resident_sub_groups, compute, *members)
 
-        `until_done`: the sub-groups are needed for that update alone, as ~unit says.
-        """
-        resident_sub_groups = [self.units.of(sub) for sub in group.resident_sub_groups if sub in updated]
-        members = [self.units.of(sub) for sub in group.members if sub in updated]
-        yield from (~unit if until_done else unit for unit in resident_sub_groups)
-        yield compute
-        yield from (~unit if until_done else unit for unit in members)
-
-    def _updated_in_backward(self, cycle: Sequence[int]) -> Set[PagedSubGroup]:
-        """What a cycle updates in the backward; before there is one, what can be."""
-        paged = self._paged
+    def _updated_in_backward(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Set[PagedSubGroup]:
+        """The sub-groups that a cycle updates in the backward; before there is one, those that can be."""
         if cycle:
-            return {paged.sub_groups[unit - len(paged.groups)] for unit in cycle if unit >= len(paged.groups)}
+            return {unit for unit in cycle if isinstance(unit, PagedSubGroup)}
         return self._in_backward
 
 
 @dataclass(eq=False)
 class _Following:
-    """A look-ahead, and the state that it has been told."""
+    """A look-ahead, and the state up to which it follows."""
 
-    ahead: LookAhead
-    wanted: Wanted
+    ahead: LookAhead[Unit]
     trains: bool
-    cycle: Sequence[int]
+    cycle: Sequence[PagedGroup | PagedSubGroup]
     place: int
     stepped: Sequence[PagedSubGroup]
     pending: dict[PagedSubGroup, None]

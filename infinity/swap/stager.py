@@ -7,12 +7,6 @@ wants, and the users are few: the groups that FSDP2 copies (two at most, however
 been copied] in parameter_lap.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
 (infinity/swap/budget.py) holds these and enough holes around them for the next. So a demand finds room, or makes it by dropping
 and waiting; it fails only where the caller breaks the sum.
-
-[Note: What a call costs]
-Thousands of chunks may be wanted, staged and in flight, and each gather or update asks what to read and what to drop next. So
-nothing here looks at all of them. What to read next and what to drop first stand in heaps (`ReadQueue`, `Eviction`). An entry
-counts only while it agrees with the state of its chunk; an entry that is missing costs a demand read at most. And only a few of
-the transfers that may have ended are looked at: a drive ends them about in the order in which they began.
 """
 
 from __future__ import annotations
@@ -21,15 +15,16 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority
 from infinity.device import CopyEvent, Device
 from infinity.errors import BudgetError
+from infinity.schedule.readahead import ReadAhead, in_turn
 from infinity.store.arena import Arena
 from infinity.swap.chunk import Chunk, ChunkState
 from infinity.swap.chunk_io import ChunkIo
 from infinity.swap.timeline import Timeline, measured
-from infinity.swap.wanted import ChunkOrder, Wanted
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -46,12 +41,16 @@ class Stager:
         self.io, self.device = ChunkIo(engine, arena), device
         self._leased: dict[Chunk, None] = {}
         """All chunks that hold a lease, or were about to when an exception came."""
-        self._order = ChunkOrder()
-        self._staged = self._order.staged
+        self.readahead: ReadAhead[Any] = ReadAhead(
+            lambda unit: isinstance(unit, Chunk) and unit.state is ChunkState.ON_NVME,
+            leaves_room=lambda chunk: chunk.home is None,
+        )
+        """Says which chunks are wanted; they are read next, and dropped last."""
+        self._staged = self.readahead.staged
+        """READING or STAGED."""
         self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
         self._to_device: OrderedDict[Chunk, None] = OrderedDict()
-        self._to_read = self._order.to_read
         self.demand_reads = 0
         """Reads that nobody had started before they were needed."""
         self.timeline: Timeline | None = None
@@ -67,21 +66,14 @@ class Stager:
         with self._engine.stalling(), measured(self.timeline, "stall", why):
             yield
 
-    @property
-    def wanted(self) -> Wanted:
-        """The chunks worth keeping staged, soonest needed first. All others are dropped before them, and they from the end."""
-        return self._order.wanted
-
-    @wanted.setter
-    def wanted(self, wanted: Wanted | Sequence[Chunk]) -> None:
-        self._order.follow(wanted)
-
-    def want(self, chunks: Wanted | Sequence[Chunk]) -> None:
-        """From now on these are worth having staged, soonest needed first: start to read those on NVMe, while they fit."""
+    def want(self, chunks: Sequence[Chunk] | None = None) -> None:
+        """Start to read the wanted chunks that are on NVMe, soonest needed first, while they fit. `chunks`: from now on these
+        are wanted, in this order."""
         self._write_arrived()
-        self.wanted = chunks
-        self._to_read.start_over()
-        while (chunk := self._to_read.next()) is not None and self.prefetch(chunk):
+        if chunks is not None:
+            self.readahead.follow(in_turn(chunks))
+        self.readahead.start_over()
+        while (chunk := self.readahead.next_to_read()) is not None and self.prefetch(chunk):
             pass
 
     def prefetch(self, chunk: Chunk) -> bool:
@@ -167,7 +159,7 @@ class Stager:
         chunk.copy_event = None if copy_event.done() else copy_event
         if keep:
             chunk.move_to(ChunkState.STAGED)
-            self._staged.add(chunk, self._order.key(chunk))
+            self.readahead.stage(chunk)
         elif chunk.copy_event is None:
             self._give_back(chunk)
         else:
@@ -251,7 +243,7 @@ class Stager:
         return bool(ended or copied)
 
     def make_room(self, nbytes: int, who: str) -> Lease:
-        """A lease of `nbytes`, waiting and dropping for it as [Note: What makes room] in schedule/eviction.py says.
+        """A lease of `nbytes`, waiting and dropping for it as [Note: What makes room] in schedule/readahead.py says.
 
         Raises BudgetError, which names `who` and the budget, where all of that is not enough.
         """
@@ -299,7 +291,7 @@ class Stager:
         for chunks in (self._staged, self._from_device, self._writing, self._to_device):
             for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.ON_NVME]:
                 del chunks[chunk]
-        self.wanted = ()
+        self.readahead.follow(in_turn(()))
         self._pool.reclaim(leases)
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> None:
@@ -318,7 +310,7 @@ class Stager:
                     lease.view(elements.dtype, start, elements.numel()).copy_(elements)
         chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_user
         chunk.move_to(ChunkState.READING)
-        self._staged.add(chunk, self._order.key(chunk))
+        self.readahead.stage(chunk)
 
     def _finish_read(self, chunk: Chunk, why: str = "") -> None:
         try:
@@ -386,7 +378,7 @@ class Stager:
         if lease is not chunk.home:
             lease.give_back()
         del self._leased[chunk]
-        self._to_read.put(chunk)
+        self.readahead.unstage(chunk)
 
 
 def _ended(chunks: Iterable[Chunk], has_ended: Callable[[Chunk], bool]) -> list[Chunk]:

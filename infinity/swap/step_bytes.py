@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 
-from infinity.schedule.lookahead import cycle_read_bytes
+from infinity.schedule.readahead import cycle_read_bytes
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.sub_group import PagedSubGroup
-from infinity.swap.units import Units
+from infinity.swap.units import Unit, Units, compute_of, state_of
 
 
 class StepBytes:
@@ -39,13 +39,14 @@ class StepBytes:
         """What the first gather takes from an update."""
         self._made_later = frozenset(later)
         discarded = in_backward & self._made_later
-        self._staying = {unit: not discarded.isdisjoint(paged.groups[unit].members) for unit in units.staying}
+        self._staying = {compute_of(group): not discarded.isdisjoint(group.members) for group in units.staying}
         """The groups that stay staged, and whether what is staged of one is discarded, and read again for the update after."""
 
     def of_updates(self) -> tuple[int, int]:
         """Bytes (read, written)."""
         spans = [span for sub in self._in_backward for span in sub.reads(compute=False)]
-        spans += [span for sub in self._later for span in sub.reads(compute=sub.layout.space not in self._staying)]
+        staying = {group.index for group in self._units.staying}
+        spans += [span for sub in self._later for span in sub.reads(compute=sub.layout.space not in staying)]
         written = sum(sub.layout.nbytes for sub in (*self._in_backward, *self._later))
         return sum(span.nbytes for span in spans), written
 
@@ -59,46 +60,44 @@ class StepBytes:
             if group.completes is not None and not self._in_backward.isdisjoint(group.members):
                 count = max(count, 2)  # its update in the backward takes the compute parameters that were read for it
             reads = [self._first_bytes(group, self._made), *[_compute_bytes(group)] * (count - 1)]
-            read += sum(self._not_spared([group.index] * count, reads))
+            read += sum(self._not_spared([compute_of(group)] * count, reads))
         return read
 
-    def of_cycle(self, cycle: Sequence[int], next_step: Iterable[int]) -> int:
+    def of_cycle(self, cycle: Sequence[PagedGroup | PagedSubGroup], next_step: Iterable[Unit]) -> int:
         """Bytes that the gathers of a cycle read, without those that the updates for them read. `next_step`: the units of the
         step after it that may be staged by its end."""
-        groups = self._paged.groups
-        uses: list[int] = []
+        uses: list[Unit] = []
         reads: list[int] = []
         made = set(self._made)
-        updating: list[int] = []
-        for index in cycle:
-            if index >= len(groups):
-                *gathered, unit = self._units.with_compute(index)
+        updating: list[Unit] = []
+        for used in cycle:
+            if isinstance(used, PagedSubGroup):
+                *gathered, state = self._units.with_compute(used)
                 if gathered != updating:  # in use from the first member's update to the last one's
                     uses += gathered
-                    reads += [_compute_bytes(groups[number]) for number in gathered]
+                    reads += [_compute_bytes(self._paged.groups[used.layout.space])] * len(gathered)
                 updating = gathered
-                uses.append(unit)
+                uses.append(state)
                 reads.append(0)
                 continue
-            group = groups[index]
-            resident_sub_groups = [sub for sub in group.resident_sub_groups if sub in made]
-            updated = [sub for sub in group.members if sub in made]
+            resident_sub_groups = [sub for sub in used.resident_sub_groups if sub in made]
+            updated = [sub for sub in used.members if sub in made]
             made -= {*resident_sub_groups, *updated}
-            uses += [*map(self._units.of, resident_sub_groups), *map(self._units.of, updated), index]
-            reads += [0] * (len(resident_sub_groups) + len(updated)) + [self._first_bytes(group, updated)]
+            uses += [*map(state_of, resident_sub_groups), *map(state_of, updated), compute_of(used)]
+            reads += [0] * (len(resident_sub_groups) + len(updated)) + [self._first_bytes(used, updated)]
         limits = self._units.limits(self._units.staying)
         return cycle_read_bytes(uses, [*self._not_spared(uses, reads)], next_step, *limits)
 
     def _first_bytes(self, group: PagedGroup, updated: Container[PagedSubGroup]) -> int:
         """What the first gather of a group in a step reads, for which an update makes those of `updated`. The read of one that
         stays is for updates, which take the old ones from there where these complete the masters."""
-        if group.index not in self._staying:
+        if compute_of(group) not in self._staying:
             return _compute_bytes(group, updated)
         return _compute_bytes(
             group, [sub for sub in self._made_later.intersection(group.members) if not sub.layout.split]
         )
 
-    def _not_spared(self, uses: Sequence[int], reads: Sequence[int]) -> Iterator[int]:
+    def _not_spared(self, uses: Sequence[Unit], reads: Sequence[int]) -> Iterator[int]:
         """The bytes that each use of a unit reads, of `reads` if nothing stayed."""
         to_read = {unit for unit, is_discarded in self._staying.items() if is_discarded}
         for unit, nbytes in zip(uses, reads, strict=True):

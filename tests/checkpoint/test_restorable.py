@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from durable_training import Case, Crash, make, step, weights
 import infinity
 from infinity.checkpoint import commits, training_state
 from infinity.runtime.engine_state import EngineState
-from infinity.store import commit, files
+from infinity.store import files
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -170,30 +169,6 @@ def test_forged_names_are_refused_in_words(spoilt: dict[str, Any], monkeypatch: 
         forged = training_state.encode(spoilt)
     with pytest.raises(ValueError, match=r"."):
         training_state.decode(forged)
-
-
-def test_a_record_of_the_format_before_is_gone_on_from(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = commit.Record.to_bytes
-
-    def as_before(record: commit.Record) -> bytes:
-        """With the number and the names of that time."""
-        line, _, content = written(record).partition(b"\n")
-        lengths = [int(length) for length in line.split()[3:]]
-        ends = [*accumulate(lengths)]
-        sections = [content[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        for older, name in commit._OLDER_NAMES.items():
-            sections[:2] = [section.replace(name, older) for section in sections[:2]]
-        numbers = " ".join(str(len(section)) for section in sections)
-        return f"infinity-commit 1 {commit._hash(sections)} {numbers}\n".encode() + b"".join(sections)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training_state, "_packed", dict)
-        patch.setattr(commit.Record, "to_bytes", as_before)
-        with make(nvme_path, Case()) as engine:
-            losses = [step(engine)]
-    assert (nvme_path / "infinity-durable-run" / "rank0.commit-1").read_bytes().startswith(b"infinity-commit 1 ")
-    with make(nvme_path, Case(), resume=True) as engine:
-        assert [*losses, step(engine)] == training_in_memory(nvme_path, 2)
 
 
 OF_RUN, OTHER = "00000000000000aa", "00000000000000bb"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from infinity.schedule.eviction import Eviction
+from infinity.schedule.readahead import Eviction
 
 UNITS = st.integers(0, 5)
 MOMENTS = st.one_of(st.none(), st.integers(-20, 20))

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
 from infinity.device import CpuDevice
 from infinity.errors import BudgetError, IoError
+from infinity.schedule.readahead import in_turn
 from infinity.store.arena import Arena
 from infinity.store.run_folder import RunFolder
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -677,7 +678,7 @@ def test_least_wanted_is_dropped_first(bench: Bench) -> None:
     for chunk in chunks:
         bench.stager.prefetch(chunk)
     unwanted, *wanted = chunks
-    bench.stager.wanted = wanted
+    bench.stager.readahead.follow(in_turn(wanted))
     new = [bench.chunk(2) for _ in range(3)]
     left = []
     for each in new:
@@ -737,7 +738,7 @@ def test_what_is_wanted_is_read_in_turn_until_it_no_longer_fits(bench: Bench) ->
     bench.stager.want([first, second, too_large, small])
     states = [chunk.state.name for chunk in (unwanted, first, second, too_large, small)]
     assert states == ["ON_NVME", "READING", "READING", "ON_NVME", "ON_NVME"]
-    assert list(bench.stager.wanted) == [first, second, too_large, small]
+    assert list(bench.stager.readahead.following) == [first, second, too_large, small]
 
 
 def test_what_is_wanted_and_here_already_is_not_read_again(bench: Bench) -> None:
@@ -754,7 +755,7 @@ def test_prefetch_never_displaces_what_is_wanted(bench: Bench) -> None:
     for chunk in wanted:
         bench.stager.prefetch(chunk)
     bench.engine.end_all()
-    bench.stager.wanted = wanted
+    bench.stager.readahead.follow(in_turn(wanted))
     assert not bench.stager.prefetch(bench.chunk(1))
     assert all(chunk.state is ChunkState.READING for chunk in wanted)
 
@@ -764,7 +765,7 @@ def test_prefetch_takes_the_room_of_what_is_not_wanted(bench: Bench) -> None:
     for chunk in old:
         bench.stager.prefetch(chunk)
     bench.engine.end_all()
-    bench.stager.wanted = [old[0]]
+    bench.stager.readahead.follow(in_turn([old[0]]))
     new = bench.chunk(4)
     assert bench.stager.prefetch(new)
     assert [chunk.state for chunk in (*old, new)] == [ChunkState.READING, ChunkState.ON_NVME, ChunkState.READING]
@@ -1010,7 +1011,8 @@ class StagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def want(self, data: st.DataObject) -> None:
         places = st.integers(0, len(self.bench.chunks) - 1)
-        self.stager.wanted = [self.bench.chunks[k] for k in data.draw(st.lists(places, unique=True, max_size=4))]
+        chunks = [self.bench.chunks[k] for k in data.draw(st.lists(places, unique=True, max_size=4))]
+        self.stager.readahead.follow(in_turn(chunks))
 
     @precondition(lambda self: self.bench.engine.pending)
     @rule(data=st.data())

@@ -11,7 +11,7 @@ from chosen_anew import groups_to_stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.lookahead import LookAhead, cycle_read_bytes, plan_look_ahead
+from infinity.schedule.readahead import LookAhead, ReadAhead, Use, cycle_read_bytes, in_turn, plan_look_ahead
 
 group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -34,7 +34,7 @@ def read_bytes_choosing_anew(cycle: Sequence[int], unit_bytes: Sequence[int], re
 
 
 def chosen_of(upcoming: Iterable[int], sizes: Sequence[int], bytes_max: int) -> list[int]:
-    ahead = LookAhead(((float(place), unit) for place, unit in enumerate(upcoming)), (sizes, bytes_max))
+    ahead = LookAhead((Use(float(place), unit) for place, unit in enumerate(upcoming)), (sizes, bytes_max))
     ahead.fit()
     return [*ahead]
 
@@ -85,6 +85,11 @@ def test_a_planned_step_chooses_at_every_place_what_would_be_chosen_there(
         assert ahead == groups_to_stage(uses[place:], sizes, look_ahead_bytes)
 
 
+def use_at(place: float, unit: int) -> Use[int]:
+    """~unit stands for a unit that is needed until it is done."""
+    return Use(place, max(unit, ~unit), until_done=unit < 0)
+
+
 class Followed:
     """What comes of some units, and a look-ahead that follows it while uses pass and updates are done."""
 
@@ -99,7 +104,7 @@ class Followed:
     def coming(self) -> Any:
         for place, unit in list(self.entries):
             self.pulled += 1
-            yield float(place), unit
+            yield use_at(float(place), unit)
 
     def chosen_anew(self) -> list[int]:
         rest = [*self.now, *(unit for place, unit in self.entries if place >= self.place)]
@@ -128,17 +133,15 @@ def test_what_is_followed_is_what_would_be_chosen_anew(
             followed.now = data.draw(
                 st.lists(units.filter(lambda unit: unit >= 0 or ~unit not in followed.done), max_size=4)
             )
-            followed.ahead.need_now(followed.now)
+            followed.ahead.need_now([use_at(0, unit) for unit in followed.now])
         elif event == "done":
             unit = data.draw(st.integers(0, len(sizes) - 1))
             followed.done.add(unit)
             followed.ahead.done(unit)
-        followed.ahead.fit()
+        told |= {unit: followed.ahead.needed(unit) for unit in followed.ahead.fit()}
         assert list(followed.ahead) == followed.chosen_anew()
-        told |= {unit: followed.ahead.key(unit) for unit in followed.ahead.changed}
-        followed.ahead.changed.clear()
-        assert {unit: key for unit, key in told.items() if key is not None} == {
-            unit: followed.ahead.key(unit) for unit in followed.ahead
+        assert {unit: needed for unit, needed in told.items() if needed is not None} == {
+            unit: followed.ahead.needed(unit) for unit in followed.ahead
         }
 
 
@@ -272,3 +275,27 @@ def test_a_large_group_before_a_small_one_can_be_on_time_where_the_order_of_need
     assert other[:3] == ours[:3]
     assert other[3] < ours[3]
     assert begins_of_the_policy(sizes, computes, room + max(sizes)) == other
+
+
+@given(data=st.data(), units=st.lists(st.integers(0, 9), unique=True, max_size=8))
+def test_the_unit_on_nvme_that_is_needed_soonest_is_read_next(data: st.DataObject, units: list[int]) -> None:
+    """Units that were dropped since are read again, those before the place are not."""
+    on_nvme = set(units)
+    ahead = ReadAhead[int](lambda unit: unit in on_nvme)
+    following = in_turn(units)
+    ahead.follow(following)
+    for place in range(len(units)):
+        following.pass_to(place)
+        ahead.fit()
+        ahead.start_over()
+        left = [unit for unit in units[place:] if unit in on_nvme]
+        while (unit := ahead.next_to_read()) is not None:
+            assert unit == left.pop(0)
+            on_nvme.discard(unit)
+            ahead.stage(unit)
+        assert left == []
+        for unit in data.draw(st.lists(st.sampled_from(units), unique=True)):
+            if unit in ahead.staged:
+                del ahead.staged[unit]
+                on_nvme.add(unit)
+                ahead.unstage(unit)

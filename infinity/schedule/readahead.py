@@ -1,0 +1,486 @@
+"""Readahead: the units that should be staged, given the uses that come and the bytes that may be held; the next one to read,
+and the first one to drop.
+
+A unit is anything that is staged as a whole and can be a key: a chunk in the product, a number in the simulator. The units to
+stage are the next distinct ones, soonest first, for as long as their bytes fit. The next one is always among them. The first
+that does not fit ends them and is not passed over: later units are needed later, and would only stand in its way.
+
+[Note: Farthest next use]
+The groups used soonest are held, whether they are still to be read or were used just now. So a used group is given up exactly
+when its next use is farther than that of all others that fit. From the end of forward into backward, where the order turns
+round, these are the groups used last, and each byte held there spares a read. No way of holding so many bytes spares more, but
+for the group that fits in part only (a group is gathered from one piece of memory).
+
+[Note: As early as the bytes allow]
+Reads start in the order of need, each as soon as its bytes fit. Bandwidth and compute times say when a read has to start at the
+latest; the bytes that may be held say when it can start at the earliest. Waiting in between gains nothing: empty room serves
+nobody, and an idle drive delays all that comes after. So the times are needed to predict a stall (simulator.py), not to decide.
+
+  No way to order and to time the reads lets any use begin earlier: (1) where all groups have the same size; (2) whatever their
+  sizes, if it has the largest group's bytes less to hold, even if it may read them in pieces, by turns.
+
+Proof. Let S be another way, and look at the first use i that begins earlier in S than with us. All before it begin with us no
+later than in S, so at every moment up to then we have freed whatever S has. Go back from the end of our read of i to the last
+moment t at which our drive was idle; from t on it read q, ..., i without a pause. If t is the beginning, S can't have read
+the groups up to i before us. If not, q didn't fit just before t: it and what we held of the groups before it were more than L
+bytes. (1) So we held as many groups as anybody may hold; of those up to i, S has begun to read no more than we have, needs as
+long for the others, and is not earlier. (2) We held more than L less q, at least what S may hold; so S has read no more bytes
+of the groups up to i than we have, and is not earlier. (The next group alone may exceed the bound, in S as with us.) ∎
+
+With sizes that differ there can be another order that is on time where this one isn't: a large group first, for which there is
+room now, and the small one that is needed before it later, when there would have been no room for the large one any more.
+Finding it is a knapsack problem; by (2) all it can gain is what one group more of look-ahead gains too, and the pool has more
+room than that (pinned.py). tests/schedule/test_readahead.py compares with all orders and times of small steps.
+
+[Note: What makes room]
+Cheapest first. A unit that nothing comes for is dropped, oldest first: it will not be read again. Then writes in flight are
+awaited: their room comes free without a read. Only then a wanted unit is dropped, the one needed last: it must be read again,
+and of all units it leaves most time for that. Where units have one size, no other choice reads less (Belady).
+
+[Note: What a call costs]
+Thousands of units may be wanted, staged and in flight, and each gather or update asks what to read and what to drop next. So no
+call looks at all of them. The look-ahead looks at a use once when it enters and once when it leaves. The next unit to read and
+the first one to drop are in heaps, in which an entry counts only while it agrees with its unit. An entry that an exception has
+lost costs a read on demand, or a heap that is built again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+UNTIL_THE_END = math.inf
+"""The place after all uses: no use passes it."""
+
+_NOW = -1.0
+_LAST = 1 << 62
+"""When a unit that stays is needed, if its next use is beyond the look-ahead."""
+
+
+@dataclass(eq=False)
+class Use(Generic[Unit]):
+    """A use of a unit at a place of a sequence. Several uses may have one place. `until_done`: the unit is needed there only
+    until `ReadAhead.done` says otherwise."""
+
+    place: float
+    unit: Unit
+    until_done: bool = False
+    number: int = 0
+    """Its position among the chosen uses; the smaller, the sooner."""
+
+
+Limit = tuple[Any, int]
+"""The bytes of each unit (a mapping, or a sequence if units are numbers), and the bytes that may be chosen."""
+
+
+class LookAhead(Generic[Unit]):
+    """Chooses the units to stage for the uses to come, and follows as uses pass: see the notes of this file.
+
+    The sequence is pulled as far as it is chosen, and one use further; places never fall. Uses that are needed now come before
+    all others. After any change, `fit` chooses again.
+
+    Args:
+        coming: the sequence.
+        limits: each bounds the bytes that may be chosen. The first unit is always chosen.
+    """
+
+    def __init__(self, coming: Iterator[Use[Unit]], *limits: Limit) -> None:
+        self._coming, self._limits = coming, limits
+        self._chosen_bytes = [0] * len(limits)
+        self._sequence: deque[Use[Unit]] = deque()
+        """The part of the sequence that is chosen, numbered from `_first` on."""
+        self._first = 0
+        self._given_up: list[Use[Unit]] = []
+        """Uses that were pulled and are not chosen, soonest last."""
+        self._uses: dict[Unit, deque[Use[Unit]]] = {}
+        """By chosen unit, its uses in the chosen part."""
+        self._done: set[Unit] = set()
+        self._passed = 0.0
+        self._changed: dict[Unit, None] = {}
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._uses
+
+    def __iter__(self) -> Iterator[Unit]:
+        """The chosen units, soonest first."""
+        return iter(sorted(self._uses, key=lambda unit: self._uses[unit][0].number))
+
+    def needed(self, unit: Unit) -> int | None:
+        """When a unit is needed: the smaller, the sooner. None if it is not chosen."""
+        uses = self._uses.get(unit)
+        return uses[0].number if uses else None  # none are left for a moment in `_drop`, which an exception may end
+
+    def pass_to(self, place: float) -> None:
+        """The uses before `place` are over, and nothing is needed now any more."""
+        self._passed = max(self._passed, place)
+        while self._sequence and self._sequence[0].place < place:
+            use = self._sequence.popleft()
+            self._first += 1
+            self._drop(use, 0)
+        while self._given_up and self._given_up[-1].place < place:
+            self._given_up.pop()
+
+    def need_now(self, uses: Sequence[Use[Unit]]) -> None:
+        """These are needed before all others, instead of those of the last call; their places don't count."""
+        self.pass_to(_NOW + 1)
+        for use in reversed(uses):
+            use.place = _NOW
+            self._first -= 1
+            self._sequence.appendleft(use)
+            self._take(use, self._first, front=True)
+
+    def done(self, unit: Unit) -> None:
+        """The uses of a unit that were needed `until_done` are over."""
+        self._done.add(unit)
+        uses = self._uses.get(unit)
+        if uses is not None:
+            self._set(unit, deque(use for use in uses if not use.until_done))
+
+    def fit(self) -> list[Unit]:
+        """Choose as much as the limits allow. Returns the units that were chosen or given up, or are needed at another moment,
+        since the last call."""
+        while len(self._uses) > 1 and not self._fits(None):
+            self._given_up.append(self._sequence.pop())
+            self._drop(self._given_up[-1], -1)
+        while (use := self._next()) is not None:
+            if not self._fits(use.unit):
+                self._given_up.append(use)
+                break
+            self._sequence.append(use)
+            self._take(use, self._first + len(self._sequence) - 1, front=False)
+        changed, self._changed = [*self._changed], {}
+        return changed
+
+    def _next(self) -> Use[Unit] | None:
+        while (use := self._given_up.pop() if self._given_up else next(self._coming, None)) is not None:
+            over = use.place < self._passed or (use.until_done and use.unit in self._done)
+            if not over or use.place == _NOW:
+                return use
+        return None
+
+    def _fits(self, unit: Unit | None) -> bool:
+        """Whether the chosen units fit, together with `unit` if one is given."""
+        if unit is not None and (unit in self._uses or not self._uses):
+            return True
+        for chosen, (unit_bytes, bytes_max) in zip(self._chosen_bytes, self._limits, strict=True):
+            if chosen + (0 if unit is None else unit_bytes[unit]) > bytes_max:
+                return False
+        return True
+
+    def _take(self, use: Use[Unit], number: int, *, front: bool) -> None:
+        use.number = number
+        uses = self._uses.get(use.unit)
+        if uses is None:
+            self._uses[use.unit] = deque((use,))
+            self._count(use.unit, 1)
+        elif front:
+            uses.appendleft(use)
+            self._changed[use.unit] = None
+        else:
+            uses.append(use)
+
+    def _drop(self, use: Use[Unit], end: int) -> None:
+        """A use left the sequence, at its beginning (end 0) or its end (-1). One that was done has left it before."""
+        uses = self._uses.get(use.unit)
+        if uses is None or uses[end] is not use:
+            return
+        if end == 0:
+            uses.popleft()
+        else:
+            uses.pop()
+        if not uses or end == 0:
+            self._set(use.unit, uses)
+
+    def _set(self, unit: Unit, uses: deque[Use[Unit]]) -> None:
+        """Only these uses of a unit are left."""
+        if uses:
+            self._uses[unit] = uses
+            self._changed[unit] = None
+        else:
+            del self._uses[unit]
+            self._count(unit, -1)
+
+    def _count(self, unit: Unit, sign: int) -> None:
+        for number, (unit_bytes, _) in enumerate(self._limits):
+            self._chosen_bytes[number] += sign * unit_bytes[unit]
+        self._changed[unit] = None
+
+
+class Eviction(Generic[Unit]):
+    """The units that may be dropped, and their order: see [Note: What makes room]. Decides; drops nothing itself.
+
+    leaves_room: whether a unit leaves room when it is dropped; one that doesn't is never told to.
+
+    `needed` says when a unit is needed next: the smaller, the sooner; None where nothing comes for it. No two units are needed
+    at the same moment. Each call costs the logarithm of the units: a heap entry counts only while it agrees with its unit, so
+    that nothing has to be searched when a unit leaves or is needed at another moment.
+    """
+
+    def __init__(self, leaves_room: Callable[[Unit], bool] = lambda unit: True) -> None:
+        self._leaves_room = leaves_room
+        self._staged: dict[Unit, tuple[int, int | None]] = {}
+        """By unit, oldest first: its number in that order, and when it is needed."""
+        self._unwanted: list[tuple[int, Unit]] = []
+        self._wanted: list[tuple[int, int, Unit]] = []
+        self._ages = count()
+        self._compact_at = 64
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._staged
+
+    def __iter__(self) -> Iterator[Unit]:
+        """Oldest first."""
+        return iter(self._staged)
+
+    def add(self, unit: Unit, needed: int | None) -> None:
+        """From now on the unit may be dropped. It is the youngest."""
+        self._staged[unit] = (next(self._ages), needed)
+        self._push(unit)
+
+    def renew(self, unit: Unit) -> None:
+        """The unit is the youngest now. Nothing to do where it isn't staged."""
+        if unit in self._staged:
+            self.add(unit, self._staged[unit][1])
+
+    def __delitem__(self, unit: Unit) -> None:
+        """The unit was dropped, or is in use."""
+        del self._staged[unit]
+
+    def need(self, unit: Unit, needed: int | None) -> None:
+        """The unit is needed at another moment now. Nothing to do where it isn't staged."""
+        if unit in self._staged and self._staged[unit][1] != needed:
+            self._staged[unit] = (self._staged[unit][0], needed)
+            self._push(unit)
+
+    def need_all(self, needed_of: Callable[[Unit], int | None]) -> None:
+        """Another sequence of uses comes: ask anew when each unit is needed."""
+        self._staged = {unit: (age, needed_of(unit)) for unit, (age, _) in self._staged.items()}
+        self._fill()
+
+    def victim(self, *, writes_in_flight: bool) -> Unit | None:
+        """The unit to drop next. None: wait for a write, or, where none is in flight, nothing can be dropped."""
+        unit = self.oldest_unwanted()
+        if unit is None and not writes_in_flight:
+            unit = self._last_wanted()
+            if unit is None and any(map(self._leaves_room, self._staged)):
+                self._fill()  # an exception came between a change and its entry
+                return self.victim(writes_in_flight=False)
+        return unit
+
+    def oldest_unwanted(self, fitting: Callable[[Unit], bool] = lambda unit: True) -> Unit | None:
+        """The oldest `fitting` unit that nothing comes for: what reads ahead may displace."""
+        passed: list[tuple[int, Unit]] = []
+        chosen = None
+        while self._unwanted and chosen is None:
+            age, unit = self._unwanted[0]
+            if self._staged.get(unit) != (age, None):
+                heapq.heappop(self._unwanted)
+            elif fitting(unit):
+                chosen = unit
+            else:
+                passed.append(heapq.heappop(self._unwanted))
+        for entry in passed:
+            heapq.heappush(self._unwanted, entry)
+        return chosen
+
+    def _last_wanted(self) -> Unit | None:
+        while self._wanted:
+            later, age, unit = self._wanted[0]
+            if self._staged.get(unit) == (age, -later):
+                return unit
+            heapq.heappop(self._wanted)
+        return None
+
+    def _push(self, unit: Unit) -> None:
+        age, needed = self._staged[unit]
+        if not self._leaves_room(unit):
+            return
+        if needed is None:
+            heapq.heappush(self._unwanted, (age, unit))
+        else:
+            heapq.heappush(self._wanted, (-needed, age, unit))
+        if len(self._unwanted) + len(self._wanted) > self._compact_at:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Make all entries anew."""
+        staged = [(unit, entry) for unit, entry in self._staged.items() if self._leaves_room(unit)]
+        self._unwanted = [(age, unit) for unit, (age, needed) in staged if needed is None]
+        self._wanted = [(-needed, age, unit) for unit, (age, needed) in staged if needed is not None]
+        heapq.heapify(self._unwanted)
+        heapq.heapify(self._wanted)
+        self._compact_at = 64 + 4 * len(self._staged)
+
+
+class ReadAhead(Generic[Unit]):
+    """The units that are staged or wanted, the next one to read and the first one to drop. Decides; reads and drops nothing.
+
+    Args:
+        is_on_nvme: whether a unit can be read, and isn't staged.
+        leaves_room: as for `Eviction`.
+    """
+
+    def __init__(
+        self, is_on_nvme: Callable[[Unit], bool], leaves_room: Callable[[Unit], bool] = lambda unit: True
+    ) -> None:
+        self.staged: Eviction[Unit] = Eviction(leaves_room)
+        """The units that may be dropped."""
+        self.following: LookAhead[Unit] = LookAhead(iter(()))
+        """Chooses the units that are wanted."""
+        self._is_on_nvme = is_on_nvme
+        self._stay: Collection[Unit] = ()
+        self._to_read: list[tuple[int, int, Unit]] = []
+        """A heap of (when it is needed, number, unit). The numbers are unique, so that no units are compared."""
+        self._numbers = count()
+        self._compact_at = 64
+        self._passed_over: list[Unit] = []
+        self._reached = -_LAST
+        """When the unit is needed that `next_to_read` gave last."""
+
+    def needed(self, unit: Unit) -> int | None:
+        """When a unit is needed: the smaller, the sooner. None if it is not wanted."""
+        needed = self.following.needed(unit)
+        return _LAST if needed is None and unit in self._stay else needed
+
+    def follow(self, following: LookAhead[Unit], stay: Collection[Unit] = ()) -> None:
+        """From now on the units are wanted that `following` chooses, and those that `stay`, after them."""
+        self.following, self._stay = following, stay
+        following.fit()
+        self._fill(following)
+        self.staged.need_all(self.needed)
+
+    def fit(self) -> None:
+        """Choose again, after a change to `following`."""
+        for unit in self.following.fit():
+            if self._is_on_nvme(unit):
+                self.unstage(unit)
+            else:
+                self.staged.need(unit, self.needed(unit))
+
+    def stage(self, unit: Unit) -> None:
+        """A unit is staged, or will be: it may be dropped."""
+        self.staged.add(unit, self.needed(unit))
+
+    def unstage(self, unit: Unit) -> None:
+        """A unit is only on NVMe, again or still."""
+        needed = self.needed(unit)
+        if needed is not None:
+            heapq.heappush(self._to_read, (needed, next(self._numbers), unit))
+            if len(self._to_read) > self._compact_at:
+                self._fill(dict.fromkeys(unit for _, _, unit in self._to_read))
+
+    def start_over(self) -> None:
+        """From now on `next_to_read` goes through all units again, those included that it passed over."""
+        passed_over, self._passed_over, self._reached = self._passed_over, [], -_LAST
+        for unit in passed_over:
+            self.unstage(unit)
+
+    def next_to_read(self) -> Unit | None:
+        """The wanted unit on NVMe that is needed soonest. A unit that came to rest after its turn is passed over."""
+        while self._to_read:
+            needed, _, unit = self._to_read[0]
+            agrees = self._is_on_nvme(unit) and self.needed(unit) == needed
+            if agrees and needed >= self._reached:
+                self._reached = needed
+                return unit
+            if agrees:
+                self._passed_over.append(unit)
+            heapq.heappop(self._to_read)
+        return None
+
+    def _fill(self, units: Iterable[Unit]) -> None:
+        entries = [
+            (needed, next(self._numbers), unit)
+            for unit in units
+            if self._is_on_nvme(unit) and (needed := self.needed(unit)) is not None
+        ]
+        heapq.heapify(entries)
+        self._to_read, self._compact_at = entries, 64 + 2 * len(entries)
+
+
+def in_turn(units: Sequence[Unit], *, at_once: int | None = None) -> LookAhead[Unit]:
+    """A look-ahead over units that are used one after another, so many `at_once` (all if None)."""
+    uses = (Use(float(place), unit) for place, unit in enumerate(units))
+    ones: Mapping[Unit, int] = dict.fromkeys(units, 1)
+    return LookAhead(uses, (ones, len(units) if at_once is None else at_once))
+
+
+def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
+    """What should be staged at every place of a known step, in one pass over it.
+
+    A run asks anew at every use, since only then it knows that the step still goes as expected, and looks no farther than its
+    bytes reach. The simulator asks for all places at once; asking anew would cost it the square of the step.
+
+    With `place` uses behind us, the groups of `uses[place : ends[place]]` should be staged; `ends` is returned, one longer
+    than `uses`. It never falls, so a reader that walks along it starts every read once.
+    """
+    held = [0] * len(group_bytes)
+    ends = []
+    end = total_bytes = 0
+    for place, used in enumerate(uses):
+        while end < len(uses):
+            group = uses[end]
+            if not held[group]:
+                if end > place and total_bytes + group_bytes[group] > look_ahead_bytes:
+                    break
+                total_bytes += group_bytes[group]
+            held[group] += 1
+            end += 1
+        ends.append(end)
+        held[used] -= 1
+        if not held[used]:
+            total_bytes -= group_bytes[used]
+    return [*ends, len(uses)]
+
+
+def cycle_read_bytes(
+    uses: Sequence[Unit], read_bytes: Sequence[int], next_cycle: Iterable[Unit], *limits: Limit
+) -> int:
+    """Bytes read in a cycle of uses, one of many, if after each use the units stay staged that a look-ahead chooses.
+
+    A use reads nothing if its unit stayed since its last use.
+
+    Args:
+        uses: the unit of each use, in order.
+        read_bytes: by place in `uses`, the bytes that staging the unit there reads.
+        next_cycle: the units that are chosen for the cycle after this one, in their order; of these, those with a use may stay
+            beyond the end.
+        limits: as for `LookAhead`.
+    """
+    ends = [*next_cycle]
+    first, stayed = _read_in_cycle(uses, read_bytes, ends, limits, set())
+    return _read_in_cycle(uses, read_bytes, ends, limits, stayed)[0] if stayed else first
+
+
+def _read_in_cycle(
+    uses: Sequence[Unit],
+    read_bytes: Sequence[int],
+    ends: Sequence[Unit],
+    limits: Sequence[Limit],
+    stayed: set[Unit],
+) -> tuple[int, set[Unit]]:
+    """Bytes read in a cycle at whose beginning so many have `stayed`, and the units that stay at its end."""
+    total = 0
+    coming = [
+        *(Use(float(place), unit) for place, unit in enumerate(uses)),
+        *(Use(UNTIL_THE_END, unit) for unit in ends),
+    ]
+    ahead = LookAhead(iter(coming), *limits)
+    ahead.fit()
+    for place, unit in enumerate(uses):
+        if unit not in stayed:
+            total += read_bytes[place]
+        ahead.pass_to(place + 1)
+        changed = ahead.fit()
+        stayed.add(unit)
+        stayed -= {other for other in changed if other not in ahead}
+        if unit not in ahead:
+            stayed.discard(unit)
+    return total, stayed
