@@ -71,7 +71,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-ON_SEVERAL_RANKS = ("forward", "backward", "Muon, backward")
+ON_SEVERAL_RANKS = ("backward", "Muon, backward")
 
 
 class Block(nn.Module):

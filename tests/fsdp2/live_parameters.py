@@ -165,7 +165,6 @@ CASES = {
 
 ON_SEVERAL_RANKS = (
     "some kept, some ahead",
-    "kept between micro-batches",
     "another path each time",
 )
 """Where the others' gathers could meet a bound of one's own; each takes seconds there."""

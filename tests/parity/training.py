@@ -282,11 +282,9 @@ SHARDED = {name: case for name, case in CASES.items() if (case.optimizer, case.u
 
 ON_SEVERAL_RANKS = (
     "accumulation and clipping",
-    "frozen parameters",
     "updated in backward, small sub-groups",
     "8-bit moments, accumulation and clipping",
     "Muon, speculative, clipped",
-    "some that stay, some ahead",
     "train_batch, vertical, speculative",
 )
 """Cases that several ranks make different: shards cut unevenly, reductions, agreements. The others take minutes there."""

@@ -240,7 +240,7 @@ def test_what_the_machine_refused_since_the_start_is_told_once(
     with caplog.at_level("INFO", logger="infinity"):
         engine, *_ = infinity.initialize(model=model(), config=config(nvme_path))
         with engine:
-            engine.swap._machinery.note("only half of it is in huge pages")
+            engine.swap._machinery._notes.append("only half of it is in huge pages")
             assert "huge pages" not in caplog.text
             for _ in range(3):
                 one_step(engine)
@@ -513,11 +513,11 @@ def test_what_a_module_offers_the_engine_does_too(nvme_path: Path) -> None:
 def test_two_runs_share_a_path(nvme_path: Path) -> None:
     first, *_ = infinity.initialize(model=model(), config=config(nvme_path))
     second = infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB")
-    second.register("mine", torch.arange(1000.0))
+    second.tensors.register("mine", torch.arange(1000.0))
     with first:
         before = one_step(first)
         assert one_step(first) < before
-        with second.use("mine") as mine:
+        with second.tensors.use("mine") as mine:
             assert torch.equal(mine, torch.arange(1000.0))
     assert len(list(nvme_path.iterdir())) == 1
     second.close()
