@@ -5,8 +5,8 @@ The extensions link neither torch nor CUDA, so one build serves every torch. lib
 compiles and links against it, its archive rather than its library: what is built then runs where no liburing is. Without
 either the other I/O backends are built alone.
 
-Environment: INFINITY_DEV=1 turns warnings into errors and keeps asserts; INFINITY_BUILD_JOBS is the number of compilers
-at a time.
+Environment: INFINITY_DEV=1 turns warnings into errors and keeps asserts; INFINITY_TEST_BUILD=1 links tests/csrc/faulty into
+`infinity._aio`, so that tests can make drives worse; INFINITY_BUILD_JOBS is the number of compilers at a time.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from pybind11.setup_helpers import build_ext as pybind11_build_ext
 from setuptools import setup
 
 DEV = os.environ.get("INFINITY_DEV") == "1"
+TEST_BUILD = os.environ.get("INFINITY_TEST_BUILD") == "1"
 
 
 def sources_in(folder: str) -> list[str]:
@@ -34,9 +35,12 @@ def sources_in(folder: str) -> list[str]:
 # Relative to this file, as setuptools asks; all of them end up in the source distribution.
 AIO_SOURCES = sources_in("csrc/aio")
 AIO_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "error", "openmp", "process")]
+AIO_FAULTY = sources_in("tests/csrc/faulty") if TEST_BUILD else []
 OPTIM_SOURCES = sources_in("csrc/optim")
 OPTIM_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "openmp", "process", "thread_pool")]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
+if TEST_BUILD:
+    HEADERS.append("tests/csrc/faulty/faults.h")
 
 # The flags and calls that the io_uring backend cannot do without: an older liburing counts as none.
 LIBURING_PROBE = """
@@ -115,7 +119,7 @@ if not AIO_SOURCES or not OPTIM_SOURCES:
 
 ParallelCompile("INFINITY_BUILD_JOBS", needs_recompile=needs_recompile).install()
 EXTENSIONS = [
-    extension("infinity._aio", [*AIO_SOURCES, *AIO_BASE]),
+    extension("infinity._aio", [*AIO_SOURCES, *AIO_BASE, *AIO_FAULTY]),
     extension("infinity._optim", [*OPTIM_SOURCES, *OPTIM_BASE]),
 ]
 setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})

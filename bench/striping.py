@@ -3,6 +3,8 @@
     python bench/striping.py /nvme0 /nvme1
     python bench/striping.py /local_nvme/a /local_nvme/b --limits 400MB,100MB      # one drive, slowed down to look like two
 
+--limits needs a test build of infinity (`make setup-test`).
+
 Every round reads and writes the same bytes each way. `ideal` is the sum of what the drives give alone in that round. Prints a
 table and, last, one JSON line; --save appends it to bench/results/striping.jsonl.
 """
@@ -21,7 +23,8 @@ from pathlib import Path
 import torch
 from results import machine, save
 
-from infinity.aio import DriveLimit, IoEngine, PinnedPool, Priority, Request
+from infinity import _aio
+from infinity.aio import IoEngine, PinnedPool, Priority, Request
 from infinity.store import Arena, RunFolder
 from infinity.store.placement import step_bandwidth
 from infinity.units import MIB, parse_bytes
@@ -35,7 +38,6 @@ class Layout:
     def __init__(
         self,
         paths: Sequence[Path],
-        limits: Sequence[DriveLimit],
         bandwidths: Sequence[float],
         nbytes: int,
         stack: ExitStack,
@@ -44,7 +46,7 @@ class Layout:
         for folder in folders:
             stack.callback(folder.close)
         pool = PinnedPool(CHUNK_BYTES)
-        self.engine = IoEngine(pool, drives=len(folders), limits=limits)
+        self.engine = IoEngine(pool, drives=len(folders))
         stack.callback(self.engine.close)
         self.arena = Arena(folders, self.engine, name="striping.arena", bandwidths=bandwidths)
         stack.callback(self.arena.close)
@@ -63,6 +65,15 @@ class Layout:
         return self.nbytes / (time.perf_counter() - began)
 
 
+def slow_down(paths: Sequence[Path], bytes_per_s: Sequence[float]) -> None:
+    """Limit the rate of the files under each path. Exits without a test build, which alone can do so."""
+    make_worse = getattr(_aio, "make_worse", None)
+    if make_worse is None:
+        raise SystemExit("striping: error: --limits needs a test build of infinity: make setup-test")
+    limits = [(rate, 0.0, str(path.absolute())) for path, rate in zip(paths, bytes_per_s, strict=True)]
+    make_worse(limits, {})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", type=Path, nargs="+", help="folders on the drives")
@@ -74,17 +85,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="append the result to bench/results/striping.jsonl")
     args = parser.parse_args()
     given = [float(parse_bytes(text)) for text in args.limits.split(",") if text]
-    limits = [DriveLimit(bytes_per_s=rate) for rate in given or [0.0] * len(args.paths)]
+    if given:
+        slow_down(args.paths, given)
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
     size = max(CHUNK_BYTES, args.size // CHUNK_BYTES * CHUNK_BYTES)
     with ExitStack() as stack:
-        layouts = {
-            str(path): Layout([path], [limit], [1.0], size, stack)
-            for path, limit in zip(args.paths, limits, strict=True)
-        }
+        layouts = {str(path): Layout([path], [1.0], size, stack) for path in args.paths}
         alone = [step_bandwidth(one.move("read"), one.move("write")) for one in layouts.values()]
-        layouts["equal stripes"] = Layout(args.paths, limits, [1.0] * len(alone), size, stack)
-        layouts["by bandwidth"] = Layout(args.paths, limits, alone, size, stack)
+        layouts["equal stripes"] = Layout(args.paths, [1.0] * len(alone), size, stack)
+        layouts["by bandwidth"] = Layout(args.paths, alone, size, stack)
         for _ in range(args.rounds):
             for operation in ("read", "write"):
                 for name, layout in layouts.items():

@@ -5,7 +5,7 @@ Its own threads move the bytes; none of them ever enters Python. Any thread may 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
@@ -218,15 +218,12 @@ class Engine:
         mix: str = "interleaved",
         iopoll: bool = False,
         sqpoll: bool = False,
-        limits: Sequence[tuple[float, float]] = (),
-        faults: Mapping[str, float] | None = None,
         silence_seconds_max: float = 300.0,
     ) -> None:
         """Start `rings` ring threads per drive, each with at most `queue_depth` blocks of `block_bytes` bytes in flight.
 
-        `slab` is registered with the kernel where permitted, which saves CPU; transfers may use others too. `limits` and
-        `faults` hold the fields of `infinity.aio.DriveLimit` and `FaultPlan`. All others are as `infinity.aio.IoSettings` and
-        `IoEngine` have them.
+        `slab` is registered with the kernel where permitted, which saves CPU; transfers may use others too. All others are as
+        `infinity.aio.IoSettings` and `IoEngine` have them.
 
         Raises ValueError for a number or a name that can't be, IoError if the named backend is refused here.
         """
@@ -280,7 +277,6 @@ class Engine:
 
         `read_bytes`, `written_bytes`: really moved. `read_transfers`, `write_transfers`: done without failure.
         `failed_transfers`. `in_flight_blocks`, `queued_bytes`: now. `resubmitted_blocks`: short or interrupted ones.
-        `faults`: how often each fault of the plan has happened.
         `drives`: a dict per drive with `read_bytes`, `written_bytes`, `in_flight_blocks`, `queued_bytes` of its own, and
         `read_seconds`, `write_seconds` during which it had at least one read, one write in flight.
         """

@@ -36,7 +36,7 @@ SDIST = (
 LOADED = """
 import sys; sys.path.insert(0, sys.argv[1])
 from infinity import _aio, _optim, __version__
-print(__version__, *(name for name, _, _ in _aio.probe()))
+print(__version__, hasattr(_aio, "make_worse"), *(name for name, _, _ in _aio.probe()))
 """
 
 DISPATCHED = {
@@ -191,10 +191,11 @@ def check_loaded(wheel: Path, python: Path, folder: Path) -> None:
     """Both extensions load in the Python of the wheel, which has no torch."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    version, *backends = run(python, "-I", "-c", LOADED, folder).split()
+    version, is_test_build, *backends = run(python, "-I", "-c", LOADED, folder).split()
     named = wheel.name.split("-")[1]
     hold(f"its version is that of the package, {version}", f"it says {named}" if named != version else "")
     hold("its extensions load, io_uring among them", "" if "io_uring" in backends else f"it has {', '.join(backends)}")
+    hold("it is no test build", "unset INFINITY_TEST_BUILD" if is_test_build == "True" else "")
 
 
 def check_instructions(source: Path, *, builds: int) -> None:

@@ -9,7 +9,7 @@ mkdir -p build/fuzz
 uring=()
 if echo '#include <liburing.h>' | clang++ -x c++ -fsyntax-only - 2>/dev/null; then uring=(-DINFINITY_HAVE_LIBURING -luring); fi
 sources=()
-for source in csrc/{base,aio}/*.cpp; do [[ $source == */bindings.cpp ]] || sources+=("$source"); done
+for source in csrc/{base,aio}/*.cpp tests/csrc/faulty/*.cpp; do [[ $source == */bindings.cpp ]] || sources+=("$source"); done
 for program in engine volume; do
     mkdir -p "build/fuzz/corpus-$program"
     clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -DDOCTEST_CONFIG_DISABLE \

@@ -8,7 +8,7 @@ Needs nothing but a Python of 3.10 or newer and its standard library. The steps,
     build tools       setuptools and pybind11, as pyproject.toml asks for them
     torch             the one that is there, else the build for this machine [Note: Which torch]
     package           infinity itself, editable, with what it depends on
-    extension         infinity._aio and infinity._optim out of csrc/, in place
+    extension         infinity._aio and infinity._optim out of csrc/, in place; once `test` was named, the test build
     extras            test, dev, docs, plot: those named on the command line
 
 [Note: Stamps] Each step has a digest of all that it depends on; the digests of finished steps stand in
@@ -131,6 +131,8 @@ def set_up(extras: list[str], this_python: bool) -> bool:
     install_torch(stamp)
     facts = ask_venv()
 
+    if "test" in extras or "extra test" in stamp.done:  # else make setup and make test would undo each other's work
+        os.environ.setdefault("INFINITY_TEST_BUILD", "1")
     # Compiling is part of the package step, so that one counts as the extension step too.
     extension = extension_digest(facts, have_liburing)
     extension_files = [ROOT / "infinity" / (name + facts["extension_suffix"]) for name in ("_aio", "_optim")]
@@ -138,6 +140,8 @@ def set_up(extras: list[str], this_python: bool) -> bool:
     with stamp.step("package", package_digest) as due:
         if due:
             say("installing infinity and what it depends on, and compiling its extensions (one to three minutes)")
+            for file in extension_files:  # pip would keep one that was linked from other sources
+                file.unlink(missing_ok=True)
             pip("install", "--no-build-isolation", "--editable", ".")
             stamp.finish("extension", extension)
 
@@ -426,10 +430,10 @@ class Stamp:
 
 
 def extension_digest(facts: dict[str, Any], have_liburing: bool) -> str:
-    sources = sorted(str(path) for path in Path("csrc").rglob("*") if path.is_file())
-    environment = [
-        os.environ.get(name, "") for name in ("INFINITY_DEV", "CC", "CXX", "CPPFLAGS", "CXXFLAGS", "CFLAGS", "LDFLAGS")
-    ]
+    folders = ("csrc", "tests/csrc/faulty")
+    sources = sorted(str(path) for folder in folders for path in Path(folder).rglob("*") if path.is_file())
+    named = ("INFINITY_DEV", "INFINITY_TEST_BUILD", "CC", "CXX", "CPPFLAGS", "CXXFLAGS", "CFLAGS", "LDFLAGS")
+    environment = [os.environ.get(name, "") for name in named]
     return digest(
         file_digest("setup.py", *sources), facts["extension_suffix"], facts["version"], have_liburing, environment
     )

@@ -23,9 +23,10 @@ STEPS, KILLED_AFTER = 8, 4
 WHERE = """
 import sys
 from pathlib import Path
-import infinity.aio
+import infinity._aio
 libraries = Path("/proc/self/maps").read_text()
 assert "liburing" not in libraries, "liburing is loaded as a library"
+assert not hasattr(infinity._aio, "make_worse"), "it is a test build: unset INFINITY_TEST_BUILD"
 print(Path(infinity.__file__).parent)
 """
 

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <exception>
 #include <filesystem>
-#include <map>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,7 +25,16 @@
 namespace py = pybind11;
 
 namespace infinity::aio {
+
+// Changes the options of every engine that Python makes; empty unless a test build sets it.
+using ChangeOptions = std::function<void(EngineOptions& options)>;
+
+// A test build links tests/csrc/faulty, which defines this: it adds functions to the module that set `change_options`.
+[[gnu::weak]] void bind_faults(py::module_& module, ChangeOptions& change_options);
+
 namespace {
+
+ChangeOptions change_options;
 
 constexpr std::chrono::milliseconds kSignalInterval{100};
 
@@ -94,6 +103,7 @@ struct EngineDeleter {
 };
 
 std::shared_ptr<Engine> make_engine(EngineOptions options) {
+  if (change_options) change_options(options);
   std::unique_ptr<Engine> engine;
   {
     py::gil_scoped_release release;
@@ -161,28 +171,6 @@ std::shared_ptr<Transfer> start_ranges(Engine& engine, const std::string& operat
   return engine.start({operation_of(operation), volume_of(file), std::move(slab), std::move(ranges), priority});
 }
 
-// Rates by the names of the faults, and the plan's other fields under their own.
-std::optional<FaultPlan> fault_plan_of(const py::object& given) {
-  if (given.is_none()) return std::nullopt;
-  FaultPlan plan;
-  for (const auto& [key, value] : given.cast<std::map<std::string, py::object>>()) {
-    auto kind = size_t{0};
-    while (kind < kFaultKinds && key != fault_name(static_cast<Fault>(kind))) ++kind;
-    if (kind < kFaultKinds) {
-      plan.rates[kind] = value.cast<double>();
-    } else if (key == "seed") {
-      plan.seed = value.cast<uint64_t>();
-    } else if (key == "delay_seconds_max") {
-      plan.delay_seconds_max = value.cast<double>();
-    } else if (key == "after_blocks") {
-      plan.after_blocks = value.cast<int64_t>();
-    } else {
-      throw py::value_error("there is no fault named \"" + key + "\"");
-    }
-  }
-  return plan;
-}
-
 py::array_t<Timing> timings_of(Engine& engine) {
   std::vector<Timing> timings = engine.take_timings();
   return py::array_t<Timing>(static_cast<py::ssize_t>(timings.size()), timings.data());
@@ -213,9 +201,6 @@ py::dict counters_of(const Engine& engine) {
   dict["in_flight_blocks"] = counters.in_flight_blocks;
   dict["queued_bytes"] = counters.queued_bytes;
   dict["resubmitted_blocks"] = counters.resubmitted_blocks;
-  py::dict faults;
-  for (size_t i = 0; i < kFaultKinds; ++i) faults[fault_name(static_cast<Fault>(i))] = counters.faults[i];
-  dict["faults"] = faults;
   return dict;
 }
 
@@ -372,21 +357,13 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final(), "Moves bytes on threads of its own.")
       .def(py::init([](const std::string& backend, int queue_depth, int64_t block_bytes, int rings,
                        std::shared_ptr<PinnedSlab> slab, int drives, const std::string& mix, bool iopoll, bool sqpoll,
-                       const std::vector<std::pair<double, double>>& limits, const py::object& faults,
                        double silence_seconds_max) {
-             EngineOptions options{backend, queue_depth, block_bytes, rings, std::move(slab),    drives, mix_of(mix),
-                                   iopoll,  sqpoll,      {},          {},    silence_seconds_max};
-             options.faults = fault_plan_of(faults);
-             for (const auto& [bytes_per_s, latency_seconds] : limits) {
-               options.limits.push_back({bytes_per_s, latency_seconds});
-             }
-             return make_engine(std::move(options));
+             return make_engine({backend, queue_depth, block_bytes, rings, std::move(slab), drives, mix_of(mix), iopoll,
+                                 sqpoll, silence_seconds_max});
            }),
            py::kw_only(), py::arg("backend") = "auto", py::arg("queue_depth") = 32, py::arg("block_bytes") = 1 << 20,
            py::arg("rings") = 1, py::arg("slab") = py::none(), py::arg("drives") = 1, py::arg("mix") = "interleaved",
-           py::arg("iopoll") = false, py::arg("sqpoll") = false,
-           py::arg("limits") = std::vector<std::pair<double, double>>(), py::arg("faults") = py::none(),
-           py::arg("silence_seconds_max") = 300.0)
+           py::arg("iopoll") = false, py::arg("sqpoll") = false, py::arg("silence_seconds_max") = 300.0)
       .def_property_readonly("backend", &Engine::backend)
       .def_property_readonly("notes", [](const Engine& engine) { return decode_all(engine.notes()); })
       .def_property_readonly("block_bytes", [](const Engine& engine) { return engine.options().block_bytes; })
@@ -465,4 +442,5 @@ PYBIND11_MODULE(_aio, module) {
   });
   module.def("page_checksums", &aio::page_checksums, py::arg("data"), py::kw_only(), py::arg("way") = "");
   module.def("direct_alignment", &aio::direct_alignment_of, py::arg("path"));
+  if (aio::bind_faults != nullptr) aio::bind_faults(module, aio::change_options);
 }

@@ -29,11 +29,6 @@ EngineOptions checked(EngineOptions options) {
     throw std::invalid_argument("block_bytes must be a multiple of 4096 from 4096 to 1073741824, got " +
                                 std::to_string(block_bytes));
   }
-  if (!options.limits.empty() && static_cast<int>(options.limits.size()) != options.drives) {
-    throw std::invalid_argument("limits must be empty or one per drive: " + std::to_string(options.drives) + ", got " +
-                                std::to_string(options.limits.size()));
-  }
-  if (options.faults.has_value()) options.faults->check();
   if (!(options.silence_seconds_max >= 0.0 && options.silence_seconds_max <= 1e6)) {
     throw std::invalid_argument("silence_seconds_max must be from 0 to 1000000, got " +
                                 std::to_string(options.silence_seconds_max));
@@ -112,14 +107,11 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
 // Returns when its thread has made a backend; throws what was in the way of that.
 void Engine::start_ring(int number, const BackendFactory& factory) {
   EngineState& state = *state_;
-  auto drive_number = static_cast<size_t>(number / options_.rings);
-  DriveLimit limit;
-  if (!options_.limits.empty()) limit = options_.limits[drive_number].shared_by(options_.rings);
-  BackendFactory make = worsened(factory, limit, options_.faults, number, state.faults);
+  BackendFactory make = options_.wrap ? options_.wrap(factory, number) : factory;
   BackendOptions backend_options{options_.queue_depth, options_.slab, options_.iopoll, options_.sqpoll,
                                  [&state](std::string line) { state.note(std::move(line)); }};
 
-  Drive& drive = *state.drives[drive_number];
+  Drive& drive = *state.drives[static_cast<size_t>(number / options_.rings)];
   auto owned = std::make_unique<Ring>();
   Ring& ring = *owned;
   {

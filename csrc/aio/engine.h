@@ -1,20 +1,21 @@
 // Engine: takes requests from any thread and moves their bytes on its own ring threads.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "aio/backend.h"
-#include "aio/faults.h"
 #include "aio/queues.h"
 #include "base/process.h"
 
 namespace infinity::aio {
+
+// Given the factory of a backend and the number of its ring, over all drives from 0, returns the factory to use.
+using WrapBackend = std::function<BackendFactory(BackendFactory factory, int ring)>;
 
 struct EngineOptions {
   std::string backend = "auto";            // a name of probe_backends(), or the best that works here
@@ -26,9 +27,8 @@ struct EngineOptions {
   Mix mix = Mix::kInterleaved;             // how reads and writes share a drive
   bool iopoll = false;                     // io_uring only: poll the drive for completions
   bool sqpoll = false;                     // io_uring only: a kernel thread polls for submissions
-  std::vector<DriveLimit> limits;          // makes drives slower than they are; empty, or one per drive
-  std::optional<FaultPlan> faults;         // makes drives fail
   double silence_seconds_max = 300.0;      // see [Note: silence] in state.h; 0 for as long as it takes
+  WrapBackend wrap = nullptr;              // tests make drives worse with it
 };
 
 // Since the engine was made.
@@ -40,8 +40,7 @@ struct Counters {
   int64_t failed_transfers = 0;
   int64_t in_flight_blocks = 0;
   int64_t queued_bytes = 0;
-  int64_t resubmitted_blocks = 0;             // submitted again: the remainder of short ones, and interrupted ones
-  std::array<int64_t, kFaultKinds> faults{};  // on purpose, by Fault
+  int64_t resubmitted_blocks = 0;  // submitted again: the remainder of short ones, and interrupted ones
   std::vector<DriveCounters> drives;
 };
 

@@ -2,7 +2,6 @@
 #include "aio/state.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -172,7 +171,6 @@ Counters EngineState::counters() {
   counters.write_transfers = done_transfers_[1];
   counters.failed_transfers = failed_transfers_;
   counters.resubmitted_blocks = resubmitted_blocks;
-  for (size_t i = 0; i < kFaultKinds; ++i) counters.faults[i] = (*faults)[i].load(std::memory_order_relaxed);
   for (const auto& drive : drives) {
     DriveCounters one = drive->queues.counters(now);
     counters.read_bytes += one.read_bytes;

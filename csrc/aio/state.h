@@ -84,7 +84,6 @@ struct EngineState {
   std::optional<Failure> broken;  // a ring has died: nothing can be started any more
   std::vector<std::string> notes;
   int64_t resubmitted_blocks = 0;
-  std::shared_ptr<FaultTally> faults = std::make_shared<FaultTally>();
   std::mutex close_mutex;  // lets one join() at a time join the threads
   std::thread watchdog;
   std::condition_variable watchdog_ends;

@@ -13,15 +13,13 @@ from infinity._aio import (
     probe,
 )
 from infinity.aio.early_sleep import start_early_sleep
-from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, IoSettings, Request
+from infinity.aio.engine import DriveStats, IoEngine, IoSettings, Request
 from infinity.aio.numa import near
 from infinity.aio.pool import FreeRanges, Lease, PinnedPool, PoolPart
 
 __all__ = [
-    "DriveLimit",
     "DriveStats",
     "EarlySleep",
-    "FaultPlan",
     "File",
     "FreeRanges",
     "IoEngine",

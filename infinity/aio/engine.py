@@ -61,54 +61,6 @@ class IoSettings:
 
 
 @dataclass(frozen=True)
-class DriveLimit:
-    """Makes a drive slower, for experiments; 0 means no limit.
-
-    bytes_per_s: upper bound. latency_seconds: lower bound, of each block.
-    """
-
-    bytes_per_s: float = 0.0
-    latency_seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultPlan:
-    """Makes the drives of an engine fail at random, as bad drives, cables or kernels do. For tests and experiments.
-
-    Each field but the last three is the probability (0 to 1) of a fault per submission; of those before `late`, at most one
-    happens. The same seed and submissions give the same faults, in whatever order the drive answers.
-
-    Attributes:
-        interrupted, again, memory: EINTR, EAGAIN, ENOMEM; nothing was moved. The engine tries again, for about a second.
-        io, space: EIO, ENOSPC (EIO for a read); sometimes after a part was moved. The transfer fails.
-        short: a part was moved. The engine goes on with the remaining part.
-        corrupt: one bit of the moved bytes is wrong, without an error.
-        lost: a write that reports success and moved nothing. A read fails with EIO.
-        stuck: no answer; see `silence_seconds_max` of `IoEngine`.
-        late: the answer is delayed by up to `delay_seconds_max`.
-        overtaken: later submissions are answered first.
-        seed: of the random draws.
-        delay_seconds_max: upper bound for `late`.
-        after_blocks: number of submissions of each ring that succeed first.
-    """
-
-    interrupted: float = 0.0
-    again: float = 0.0
-    io: float = 0.0
-    space: float = 0.0
-    memory: float = 0.0
-    short: float = 0.0
-    corrupt: float = 0.0
-    lost: float = 0.0
-    stuck: float = 0.0
-    late: float = 0.0
-    overtaken: float = 0.0
-    seed: int = 0
-    delay_seconds_max: float = 0.002
-    after_blocks: int = 0
-
-
-@dataclass(frozen=True)
 class DriveStats:
     """Bytes that one drive moved, and the seconds in which it had a read, and a write, in flight."""
 
@@ -135,8 +87,6 @@ class IoEngine:
         pool: the only memory this engine moves bytes through; registered with the kernel where it permits.
         io: how it drives storage.
         drives: number of drives that its files lie on; each has rings of its own.
-        limits: one per drive, to make drives slower; empty for none.
-        faults: makes drives fail; None for no faults.
         silence_seconds_max: a drive that answers no block for so long is given up: transfers that wait for it fail, and no
             more can be started. 0 waits for ever.
         io_options: fields of `io` to override by name: `backend="threads"`.
@@ -150,8 +100,6 @@ class IoEngine:
         io: IoSettings | None = None,
         *,
         drives: int = 1,
-        limits: Sequence[DriveLimit] = (),
-        faults: FaultPlan | None = None,
         silence_seconds_max: float = 300.0,
         **io_options: Any,
     ) -> None:
@@ -160,8 +108,6 @@ class IoEngine:
             **asdict(replace(io or IoSettings(), **io_options)),
             slab=pool.slab,
             drives=drives,
-            limits=[(limit.bytes_per_s, limit.latency_seconds) for limit in limits],
-            faults=asdict(faults) if faults is not None else None,
             silence_seconds_max=silence_seconds_max,
         )
         self.stall_seconds = 0.0
@@ -196,11 +142,6 @@ class IoEngine:
         """The statistics of each drive so far."""
         keys = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
         return [DriveStats(*(drive[key] for key in keys)) for drive in self._core.counters()["drives"]]
-
-    @property
-    def faults(self) -> dict[str, int]:
-        """Number of faults so far, by name."""
-        return dict(self._core.counters()["faults"])
 
     def take_timings(self) -> npt.NDArray[np.void]:
         """Times at which the transfers that ended since the last call were queued, submitted and done; see `_aio.Engine`."""

@@ -15,14 +15,14 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
-from infinity.aio import DriveLimit, File, IoEngine, IoSettings, PinnedPool, Priority, Request
+from infinity.aio import File, IoEngine, IoSettings, PinnedPool, Priority, Request
 from infinity.errors import IoError, StoreError
 from infinity.store.run_folder import RunFolder
 from infinity.units import GIB, MIB, format_bytes
@@ -98,7 +98,6 @@ def measure_drive(
     rounds: int = 5,
     seconds: float = 0.15,
     io: IoSettings | None = None,
-    limits: Sequence[DriveLimit] = (),
     **io_options: Any,
 ) -> DriveRates:
     """Read and write random data on the drive of `path`, in turn and both at once.
@@ -106,13 +105,13 @@ def measure_drive(
     Args:
         nbytes: size of the file (bytes).
         rounds: trials of each, at least `seconds` long.
-        io, limits, io_options: as for `infinity.aio.IoEngine`.
+        io, io_options: as for `infinity.aio.IoEngine`.
 
     Leaves nothing behind. Raises StoreError or IoError.
     """
     settings = replace(io or IoSettings(), **io_options)
     pool_bytes = max(_RATES_POOL_BYTES_MIN, 2 * settings.in_flight_bytes)
-    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes, limits=limits) as test:
+    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes) as test:
         test.fill()
         trials = [test.run(workload, settings, seconds) for workload in [*Workload] * rounds]
     read, write, mixed = (
@@ -128,7 +127,6 @@ class DriveTest:
         path: folder on the drive; created if needed.
         nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
         pool_bytes: most pinned memory to take; never more than the size of the file.
-        limits: as for `infinity.aio.IoEngine`.
 
     Call `fill` before the first trial: reserved space reads as zeros without touching the drive, and its first write costs the
     file system a conversion. The file has no name, so its space is freed however the process ends ([Note: Leaving nothing
@@ -136,20 +134,12 @@ class DriveTest:
     Raises StoreError for a path without the rights or the space, ValueError for a file that is too small.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        nbytes: int,
-        pool_bytes: int = POOL_BYTES,
-        limits: Sequence[DriveLimit] = (),
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, nbytes: int, pool_bytes: int = POOL_BYTES) -> None:
         if nbytes < FILE_BYTES_MIN:
             raise ValueError(f"the file must have {format_bytes(FILE_BYTES_MIN)} or more, got {format_bytes(nbytes)}")
         self.chunk_bytes = 1 << ((min(pool_bytes, nbytes) // _LEASES).bit_length() - 1)
         self.nbytes = nbytes // self.chunk_bytes * self.chunk_bytes
         self.notes: list[str] = []
-        self._limits = limits
         self._offset = 0
         self._filled = False
         with contextlib.ExitStack() as stack:
@@ -233,7 +223,7 @@ class DriveTest:
 
     def _make_engine(self, settings: IoSettings) -> IoEngine:
         assert self._pool is not None, "a trial after the end"
-        engine = IoEngine(self._pool, settings, limits=self._limits)
+        engine = IoEngine(self._pool, settings)
         self.notes += [note for note in engine.notes if note not in self.notes]
         return engine
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
+from infinity.aio import IoEngine, IoSettings, PinnedPool, near
 from infinity.device import Device, HostBuffers
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import measure_drive
@@ -35,15 +35,11 @@ class Drives:
         io: IoSettings,
         *,
         bandwidths: Sequence[float] | None,
-        limits: Sequence[DriveLimit],
-        faults: FaultPlan | None,
         run: DurableRun | None,
         checksums: bool,
     ) -> None:
         self._io = io
         self._checksums = checksums
-        self._limits = list(limits)
-        self._faults = faults
         self._rank = str(run.rank) if run is not None else os.environ.get("RANK", "0")
         self._resumed_layout = run.resumed.layout if run is not None and run.resumed is not None else None
         measures = bandwidths is None and len(paths) > 1 and self._resumed_layout is None
@@ -79,9 +75,7 @@ class Drives:
     def make_engine(self, pool: PinnedPool) -> IoEngine:
         """An engine over all of them, for the caller to close."""
         self._is_open = True
-        drives = max(1, len(self._devices))
-        limits = [*self._limits, *[DriveLimit()] * (drives - self.count)] if self._limits else ()
-        return IoEngine(pool, self._io, drives=drives, limits=limits, faults=self._faults)
+        return IoEngine(pool, self._io, drives=max(1, len(self._devices)))
 
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
@@ -107,9 +101,8 @@ class Drives:
     def _measure(self, paths: Sequence[str | os.PathLike[str]]) -> list[float]:
         """Bandwidth of the drive of each path for the reads and writes of a step (bytes per second)."""
         bandwidths = []
-        for number, path in enumerate(paths):
-            limits = self._limits[number : number + 1]
-            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io, limits=limits)
+        for path in paths:
+            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io)
             bandwidths.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
         return bandwidths
 

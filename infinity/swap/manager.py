@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings
+from infinity.aio import DriveStats, IoSettings
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.fsdp2.buffers import reuse_buffers, use_huge_pages
@@ -98,8 +98,6 @@ class SwapManager:
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
         io: how the drives are driven.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
-        drive_limits: one per drive, to make drives slower than they are; for experiments.
-        faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
         pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
@@ -120,8 +118,6 @@ class SwapManager:
         pin_memory: bool = True,
         checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
-        drive_limits: Sequence[DriveLimit] = (),
-        faults: FaultPlan | None = None,
         run: DurableRun | None = None,
         **io_options: Any,
     ) -> None:
@@ -135,9 +131,7 @@ class SwapManager:
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)
-        self._drives = Drives(
-            paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
-        )
+        self._drives = Drives(paths, io, bandwidths=bandwidths, run=run, checksums=checksums)
         self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
         self._device: Device = CpuDevice()

@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from worse_drives import needs_test_build
 
 CPU_SECONDS_OF_THE_TEAM = """
 import sys, threading
 from pathlib import Path
 import torch
-from infinity.aio import DriveLimit, File, IoEngine, PinnedPool, Priority, Request
+from infinity.aio import File, IoEngine, PinnedPool, Priority, Request
+from worse_drives import DriveLimit, worse_drives
 
 pool = PinnedPool(2 * 4096)
-engine = IoEngine(pool, limits=[DriveLimit(latency_seconds=0.5)])
+with worse_drives([DriveLimit(latency_seconds=0.5)]):
+    engine = IoEngine(pool)
 file = File(sys.argv[1], create=True)
 file.reserve(4096)
 
@@ -37,11 +40,13 @@ engine.close()
 """
 
 
+@needs_test_build
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="OpenMP doesn't spin on one core")
 def test_the_team_sleeps_until_the_transfer_is_done(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CPU_SECONDS_OF_THE_TEAM, str(tmp_path / "file")],
-        env=os.environ | {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "2"},  # it spins until there is work
+        # It spins until there is work.
+        env=os.environ | {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,

@@ -39,7 +39,10 @@ FLAGS = [
 MAIN = HERE / "test_main.cpp"
 BASE = [*(CSRC / "base").glob("*.cpp")]
 SOURCES = {
-    "aio": [*BASE, *(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")],
+    "aio": [
+        *(*BASE, *(CSRC / "aio").glob("*.cpp"), *HERE.glob("faulty/*.cpp")),
+        *(*HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")),
+    ],
     "optim": [*BASE, *(CSRC / "optim").glob("*.cpp"), *HERE.glob("optim/test_*.cpp"), MAIN],
 }
 VARIANTS = {

@@ -1,4 +1,4 @@
-// What the C++ tests share: temporary files, patterns, and a drive in memory that fails by script.
+// What the C++ tests share: temporary files, patterns, and drives that fail by script or at random.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -23,6 +23,7 @@
 
 #include "aio/engine.h"
 #include "aio/file.h"
+#include "faulty/faults.h"
 
 namespace infinity::aio::testing {
 
@@ -191,6 +192,13 @@ struct FakeMachine {
     options.queue_depth = queue_depth;
     options.block_bytes = block_bytes;
     options.rings = rings;
+  }
+
+  // Before start(); for good.
+  std::shared_ptr<WorseDrives> make_worse(const FaultPlan& plan) {
+    auto worse = std::make_shared<WorseDrives>(std::vector<DriveLimit>(), plan);
+    aio::make_worse(options, worse);
+    return worse;
   }
 
   Engine& start() {

@@ -203,7 +203,6 @@ def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
         assert 0 < timing["queued"] <= timing["submitted"] <= timing["done"] <= time.monotonic()
         counters = engine.counters()
     [drive] = counters.pop("drives")
-    assert not any(counters.pop("faults").values())
     assert (drive["read_bytes"], drive["written_bytes"]) == (len(data), len(data))
     assert drive["read_seconds"] > 0 and drive["write_seconds"] > 0
     assert counters == {
@@ -309,7 +308,6 @@ def test_each_drive_of_a_striped_transfer_has_a_timing(tmp_path: Path, slab: Pin
     [
         ({"mix": "both"}, "interleaved"),
         ({"drives": 0}, "drives"),
-        ({"limits": [(1.0, 0.0)] * 2}, "limits"),
         ({"backend": "threads", "sqpoll": True}, "io_uring"),
         ({"backend": "linux_aio", "iopoll": True}, "io_uring"),
     ],

@@ -348,7 +348,7 @@ TEST_CASE("small faults of the drive are no mismatches, whatever the seed") {
                                                                     {Fault::kOvertaken, 0.2}}) {
       plan.rates[static_cast<size_t>(fault)] = rate;
     }
-    fake.machine.options.faults = plan;
+    fake.machine.make_worse(plan);
     fake.machine.start();
     fill(*fake.machine.slab, 0, kMiB, 0, static_cast<int>(seed));
     CHECK_FALSE(fake.move(Operation::kWrite, 0, 0, kMiB).has_value());
@@ -366,7 +366,7 @@ TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the 
     FaultPlan plan;
     plan.seed = seed;
     for (Fault fault : {Fault::kCorrupt, Fault::kLost}) plan.rates[static_cast<size_t>(fault)] = 0.03;
-    fake.machine.options.faults = plan;
+    auto worse = fake.machine.make_worse(plan);
     Engine& engine = fake.machine.start();
     for (int round = 0; round < 2; ++round) {
       int seed_of_round = static_cast<int>(seed) + round;
@@ -380,8 +380,7 @@ TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the 
     std::vector<std::byte>& bytes = fake.machine.drive->bytes;
     bool sound = std::equal(bytes.begin(), bytes.begin() + kMiB, fake.machine.slab->data());
     Counters counters = engine.counters();
-    int64_t faults =
-        counters.faults[static_cast<size_t>(Fault::kCorrupt)] + counters.faults[static_cast<size_t>(Fault::kLost)];
+    int64_t faults = worse->count_of(Fault::kCorrupt) + worse->count_of(Fault::kLost);
     if (!sound) CHECK(counters.failed_transfers > 0);
     if (faults == 0) CHECK(counters.failed_transfers == 0);
     corrupted += counters.failed_transfers;

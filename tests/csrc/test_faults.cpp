@@ -274,7 +274,7 @@ TEST_CASE("options out of range are refused") {
            [](EngineOptions& o) { o.block_bytes = 0; }, [](EngineOptions& o) { o.block_bytes = 5000; },
            [](EngineOptions& o) { o.block_bytes = int64_t{2} << 30; }, [](EngineOptions& o) { o.rings = 0; },
            [](EngineOptions& o) { o.rings = 100; }, [](EngineOptions& o) { o.backend = "magic"; },
-           [](EngineOptions& o) { o.drives = 0; }, [](EngineOptions& o) { o.limits.resize(2); },
+           [](EngineOptions& o) { o.drives = 0; },
            [](EngineOptions& o) {
              o.backend = "threads";
              o.iopoll = true;

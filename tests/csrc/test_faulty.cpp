@@ -17,14 +17,10 @@ FaultPlan plan_of(uint64_t seed, const std::vector<std::pair<Fault, double>>& ra
   return plan;
 }
 
-int64_t count_of(const Counters& counters, Fault fault) {
-  return counters.faults[static_cast<size_t>(fault)];
-}
-
 // Writes in the one half of the slab, and room to read in the other.
 struct Bench {
-  explicit Bench(const FaultPlan& plan, bool direct = true, int rings = 1) : machine(direct, 4, 64 * kKiB, rings) {
-    machine.options.faults = plan;
+  explicit Bench(const FaultPlan& plan, bool direct = true, int rings = 1)
+      : machine(direct, 4, 64 * kKiB, rings), worse(machine.make_worse(plan)) {
     machine.start();
   }
 
@@ -44,6 +40,7 @@ struct Bench {
 
   static constexpr int64_t kLength = 256 * kKiB;
   FakeMachine machine;
+  std::shared_ptr<WorseDrives> worse;
 };
 
 bool fails(const std::shared_ptr<Transfer>& transfer) {
@@ -75,8 +72,9 @@ TEST_CASE("interruptions, short transfers, delays and any order change no byte, 
     CHECK(counters.read_bytes == 2 * kMiB);
     CHECK(counters.written_bytes == 2 * kMiB);
     CHECK(counters.failed_transfers == 0);
-    seen += count_of(counters, Fault::kShort) + count_of(counters, Fault::kAgain);
-    CHECK(counters.resubmitted_blocks >= count_of(counters, Fault::kShort) + count_of(counters, Fault::kAgain));
+    int64_t faults = bench.worse->count_of(Fault::kShort) + bench.worse->count_of(Fault::kAgain);
+    seen += faults;
+    CHECK(counters.resubmitted_blocks >= faults);
   }
   CHECK(seen > static_cast<int64_t>(kSeeds));
 }
@@ -137,7 +135,7 @@ TEST_CASE("a lost write reports success and leaves the old bytes") {
   bench.write(0, 5)->wait();
   CHECK(bench.machine.drive->log.empty());
   CHECK(bench.machine.drive->bytes[100] == std::byte{0});
-  CHECK(count_of(bench.machine.engine->counters(), Fault::kLost) == 4);
+  CHECK(bench.worse->count_of(Fault::kLost) == 4);
   CHECK(fails(bench.read(0)));
 }
 
@@ -164,7 +162,7 @@ TEST_CASE("a drive that stops answering is given up: its transfers fail in words
     FakeMachine machine(true, 4, 64 * kKiB);
     FaultPlan plan = plan_of(1, {{Fault::kStuck, 1.0}});
     plan.after_blocks = static_cast<int64_t>(after);
-    machine.options.faults = plan;
+    machine.make_worse(plan);
     machine.options.silence_seconds_max = 0.2;
     Engine& engine = machine.start();
     auto first = engine.start(machine.request(Operation::kRead, 0, 0, kMiB));
@@ -181,7 +179,7 @@ TEST_CASE("a drive that stops answering is given up: its transfers fail in words
 TEST_CASE("a ring that is idle, and one that is slow but answers, are not given up") {
   FakeMachine machine(true, 1, 4096);
   machine.options.silence_seconds_max = 0.4;
-  machine.options.limits = {{0, 0.2}};
+  make_worse(machine.options, std::make_shared<WorseDrives>(std::vector<DriveLimit>{{0, 0.2, ""}}));
   Engine& engine = machine.start();
   engine.start(machine.request(Operation::kRead, 0, 0, 4 * 4096))->wait();
   std::this_thread::sleep_for(std::chrono::milliseconds(600));
@@ -193,7 +191,9 @@ TEST_CASE("the same seed gives the same faults, another seed others") {
     Bench bench(plan_of(seed, {{Fault::kIo, 0.1}, {Fault::kShort, 0.2}, {Fault::kOvertaken, 0.3}}));
     std::vector<bool> found;
     for (int64_t i = 0; i < 8; ++i) found.push_back(fails(bench.write(i, 1)));
-    return std::make_pair(found, bench.machine.engine->counters().faults);
+    std::vector<int64_t> counts;
+    for (size_t kind = 0; kind < kFaultKinds; ++kind) counts.push_back(bench.worse->count_of(static_cast<Fault>(kind)));
+    return std::make_pair(found, counts);
   };
   CHECK(faults_of(4) == faults_of(4));
   CHECK(faults_of(4).second != faults_of(5).second);
@@ -211,7 +211,8 @@ TEST_CASE("every backend is made to fail the same way") {
     options.queue_depth = 4;
     options.block_bytes = 64 * kKiB;
     options.slab = slab;
-    options.faults = plan_of(11, {{Fault::kAgain, 0.1}, {Fault::kShort, 0.3}, {Fault::kOvertaken, 0.3}});
+    FaultPlan plan = plan_of(11, {{Fault::kAgain, 0.1}, {Fault::kShort, 0.3}, {Fault::kOvertaken, 0.3}});
+    make_worse(options, std::make_shared<WorseDrives>(std::vector<DriveLimit>(), plan));
     Engine engine(options);
     fill(*slab, 0, kMiB, 0, 7);
     engine.start({Operation::kWrite, file.volume(), slab, {{0, 0, kMiB}}})->wait();
@@ -228,10 +229,9 @@ TEST_CASE("plans that can't be are refused") {
            [](FaultPlan& plan) { plan.rates[0] = std::nan(""); },
            [](FaultPlan& plan) { plan.rates[0] = plan.rates[1] = 0.6; },
            [](FaultPlan& plan) { plan.delay_seconds_max = -1; }, [](FaultPlan& plan) { plan.after_blocks = -1; }}) {
-    EngineOptions options;
-    options.faults = FaultPlan{};
-    change(*options.faults);
-    CHECK_THROWS_AS(Engine{options}, std::invalid_argument);
+    FaultPlan plan;
+    change(plan);
+    CHECK_THROWS_AS(WorseDrives({}, plan), std::invalid_argument);
   }
   EngineOptions options;
   options.silence_seconds_max = -1;

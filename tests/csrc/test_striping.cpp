@@ -17,7 +17,7 @@ Volume volume_of(int files, std::vector<int> pattern, int64_t stripe_bytes) {
 
 // Files of two drives under one engine, striped 3 to 1.
 struct TwoDrives {
-  explicit TwoDrives(const std::string& backend, std::vector<DriveLimit> limits = {})
+  explicit TwoDrives(const std::string& backend, double slow_latency_seconds = 0.0)
       : slab(std::make_shared<const PinnedSlab>(16 * kMiB)),
         file({std::make_shared<File>(fast.get(), FileOptions{true, 0}),
               std::make_shared<File>(slow.get(), FileOptions{true, 1})},
@@ -29,7 +29,7 @@ struct TwoDrives {
     options.block_bytes = 128 * kKiB;
     options.drives = 2;
     options.slab = slab;
-    options.limits = std::move(limits);
+    make_worse(options, std::make_shared<WorseDrives>(std::vector<DriveLimit>{{0, slow_latency_seconds, slow.get()}}));
     engine = std::make_unique<Engine>(options);
   }
 
@@ -109,7 +109,7 @@ TEST_CASE("what was written over several drives is read back, whole and in parts
 }
 
 TEST_CASE("a slow drive takes no place of the others") {
-  TwoDrives machine("threads", {{}, {0.0, 0.2}});
+  TwoDrives machine("threads", 0.2);
   auto both = machine.start(Operation::kWrite, 0, 0, 8 * kMiB);
   File alone(machine.fast.get());
   auto fast = machine.engine->start({Operation::kRead, alone.volume(), machine.slab, {{0, 8 * kMiB, 2 * kMiB}}});
@@ -129,7 +129,7 @@ TEST_CASE("a limited drive keeps to its limit, with one ring or two") {
     options.rings = rings;
     options.block_bytes = 64 * kKiB;
     options.slab = std::make_shared<const PinnedSlab>(4 * kMiB);
-    options.limits = {{20e6, 0.0}};
+    make_worse(options, std::make_shared<WorseDrives>(std::vector<DriveLimit>{{20e6, 0, path.get()}}));
     Engine engine(options);
     auto transfer = engine.start({Operation::kWrite, file.volume(), options.slab, {{0, 0, 4 * kMiB}}});
     transfer->wait();

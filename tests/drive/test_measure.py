@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from worse_drives import DriveLimit, worse_drives
 
 import infinity
-from infinity.aio import DriveLimit, IoEngine, IoSettings
+from infinity.aio import IoEngine, IoSettings
 from infinity.drive import measure
 from infinity.drive.measure import MIX_MODES, DriveTest, Trial, Workload, measure_drive
 from infinity.errors import IoError, StoreError
@@ -210,9 +211,7 @@ def test_path_that_can_not_be_used_is_a_store_error(nvme_path: Path) -> None:
         measure_drive(file)
 
 
-def test_other_options_reach_the_engine(nvme_path: Path) -> None:
-    limits = [DriveLimit(bytes_per_s=1e8)]
-    rates = measure_drive(
-        nvme_path, nbytes=NBYTES, rounds=1, seconds=SHORT_SECONDS, limits=limits, queue_depth=4, mix="bursts"
-    )
+def test_a_drive_is_measured_as_slow_as_it_is(nvme_path: Path) -> None:
+    with worse_drives([DriveLimit(bytes_per_s=1e8)]):
+        rates = measure_drive(nvme_path, nbytes=NBYTES, rounds=1, seconds=SHORT_SECONDS, queue_depth=4, mix="bursts")
     assert 0 < rates.read_bytes_per_s < 2e8

@@ -16,13 +16,14 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
+from worse_drives import FaultPlan, worse_drives
 
-from infinity.aio import FaultPlan, IoEngine
+from infinity.aio import IoEngine
 
 HANG_SECONDS = 120
 SILENCE_SECONDS_MAX = 3.0
@@ -55,17 +56,11 @@ def plan_for(seed: int, *, blocks: int) -> FaultPlan:
 
 
 @contextlib.contextmanager
-def engines_fail(plan: FaultPlan | None) -> Iterator[list[IoEngine]]:
-    """In the block, a swap manager's engine fails by `plan`. The list gets each engine that is made."""
-    made: list[IoEngine] = []
-
-    def engine(*args: Any, **options: Any) -> IoEngine:
-        made.append(IoEngine(*args, **{**options, "faults": plan, "silence_seconds_max": SILENCE_SECONDS_MAX}))
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infinity.swap.machinery.IoEngine", engine)
-        yield made
+def engines_fail(plan: FaultPlan) -> Iterator[Callable[[], dict[str, int]]]:
+    """In the block, a swap manager's engine fails by `plan`. Yields a function that counts its faults by name."""
+    with pytest.MonkeyPatch.context() as patch, worse_drives(faults=plan) as fault_counts:
+        patch.setattr("infinity.swap.machinery.IoEngine", partial(IoEngine, silence_seconds_max=SILENCE_SECONDS_MAX))
+        yield fault_counts
 
 
 class Hang(BaseException):

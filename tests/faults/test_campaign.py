@@ -10,6 +10,7 @@ import pytest
 import torch
 from campaign import Report, engines_fail, plan_for, run, seeds
 from scene import STEPS, make, step, weights
+from worse_drives import needs_test_build
 
 import infinity
 
@@ -18,17 +19,18 @@ OPERATIONS = 40
 SAVED_STEP = 2
 
 
+@needs_test_build
 @pytest.mark.timeout(0)  # each seed has its own alarm
 def test_plain_tensors_come_back_as_they_were_stored(nvme_path: Path) -> None:
     report = Report("plain tensors")
 
     def one(seed: int) -> str:
-        with engines_fail(plan_for(seed, blocks=60)) as made:
+        with engines_fail(plan_for(seed, blocks=60)) as fault_counts:
             swap = infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB", block_bytes=16 << 10, queue_depth=4)
             outcome = use_tensors(swap, random.Random(seed))
             if not closes(swap):
                 outcome = "error"
-            report.faults.update(made[0].faults)
+            report.faults.update(fault_counts())
         assert not list(nvme_path.iterdir())
         return outcome
 
@@ -90,6 +92,7 @@ def closes(swap: infinity.SwapManager) -> bool:
     return True
 
 
+@needs_test_build
 @pytest.mark.timeout(0)
 @pytest.mark.usefixtures("one_rank")
 def test_training_gives_the_right_losses_or_an_error(nvme_path: Path, tmp_path: Path) -> None:
@@ -103,9 +106,9 @@ def test_training_gives_the_right_losses_or_an_error(nvme_path: Path, tmp_path: 
         engine.save_checkpoint(tmp_path / "saved", tag="whole")
 
     def one(seed: int) -> str:
-        with engines_fail(plan_for(seed, blocks=400)) as made:
+        with engines_fail(plan_for(seed, blocks=400)) as fault_counts:
             outcome = train(seed)
-            report.faults.update(made[0].faults)
+            report.faults.update(fault_counts())
         assert not list(nvme_path.iterdir())
         return outcome
 

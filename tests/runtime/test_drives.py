@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from worse_drives import DriveLimit, worse_drives
 
 import infinity
-from infinity.aio import DriveLimit
 from infinity.swap import SwapStats
 from infinity.units import MIB
 
@@ -63,13 +63,12 @@ def test_training_over_two_drives_equals_memory(nvme_path: Path, backend: str, m
 
 
 def test_a_slower_drive_is_given_fewer_bytes(nvme_path: Path) -> None:
-    limits = [DriveLimit(bytes_per_s=200e6), DriveLimit(bytes_per_s=50e6)]
-    with infinity.SwapManager(
-        [nvme_path / "fast", nvme_path / "slow"],
-        pinned_bytes_max=32 * MIB,
-        block_bytes=64 << 10,
-        drive_limits=limits,
-    ) as swap:
+    paths = [nvme_path / "fast", nvme_path / "slow"]
+    limits = [DriveLimit(bytes_per_s=200e6, path=paths[0]), DriveLimit(bytes_per_s=50e6, path=paths[1])]
+    with (
+        worse_drives(limits),
+        infinity.SwapManager(paths, pinned_bytes_max=32 * MIB, block_bytes=64 << 10) as swap,
+    ):
         values = torch.randn(4 << 20)
         swap.tensors.register("values", values)
         swap.flush()

@@ -13,10 +13,10 @@ from blocks import Model, batch, sharded
 from quiet import come_to_rest
 from staying import SHARES, share_of, staying
 from torch import nn
+from worse_drives import FaultPlan, worse_drives
 
 import infinity
 from infinity import PagingOptions
-from infinity.aio import FaultPlan
 from infinity.optim.hosted import Stepper
 from infinity.schedule.update_timing import GROUPS_APART
 from infinity.store.layout import Field
@@ -232,8 +232,11 @@ def test_a_transfer_that_fails_leaves_the_step_before_or_refuses(seed: int, nvme
     oracle = torch.optim.AdamW(memory.parameters(), lr=1e-2)
     expected = [*train(memory, oracle, factors)]
     faults = FaultPlan(io=0.004, seed=seed, after_blocks=40)
-    swap = infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB", faults=faults)
-    with contextlib.suppress(OSError), swap:  # suppressed: a write that fails at the end
+    with (
+        worse_drives(faults=faults),
+        contextlib.suppress(OSError),  # a write that fails at the end
+        infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap,
+    ):
         nvme = sharded()
         swap.page(nvme, options(master_weights="split" if seed < 12 else "full"))
         optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from worse_drives import DriveLimit, worse_drives
 
 import infinity
 from infinity import InfinityError, SwapManager
-from infinity.aio import DriveLimit
 from infinity.schedule.timeline import LANES
 from infinity.swap import TraceSummary
 from infinity.swap.timeline import measured
@@ -193,8 +193,8 @@ def test_a_loop_of_ones_own_is_traced_too(nvme_path: Path, tmp_path: Path) -> No
 
 
 def test_a_wait_for_room_says_for_whom(nvme_path: Path, tmp_path: Path) -> None:
-    slow = [DriveLimit(bytes_per_s=20e6)]
-    with SwapManager(nvme_path, pinned_bytes_max="8MiB", drive_limits=slow) as swap:
+    slow = DriveLimit(bytes_per_s=20e6)
+    with worse_drives([slow]), SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap:
         swap.start_trace()
         swap.tensors.register("first", torch.zeros(MIB))
         swap.tensors.register("second", torch.zeros(MIB + 1))

@@ -34,7 +34,7 @@ FaultPlan plan_of(Source& source) {
 class Program {
  public:
   explicit Program(Source source) : source_(source), machine_(machine_of(source_)), content_(kPages, 0) {
-    machine_.options.faults = plan_of(source_);
+    machine_.make_worse(plan_of(source_));
     machine_.drive->reverse = source_.below(2) == 1;
     machine_.start();
   }

@@ -1,5 +1,4 @@
-// A drive that is slow or fails on purpose: wraps any backend, decides at random, by a seed, what becomes of each
-// submission, and keeps completions back until they are due.
+// FaultyBackend: wraps any backend, draws the fault of each submission, and holds completions back until they are due.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -12,8 +11,8 @@
 #include <string>
 #include <utility>
 
-#include "aio/faults.h"
 #include "base/process.h"
+#include "faults.h"
 
 namespace infinity::aio {
 namespace {
@@ -60,9 +59,8 @@ AlignedMemory copy_of(const std::byte* bytes, int64_t length) {
 
 class FaultyBackend final : public Backend {
  public:
-  FaultyBackend(std::unique_ptr<Backend> inner, DriveLimit limit, const FaultPlan& plan, int ring,
-                std::shared_ptr<FaultTally> tally)
-      : inner_(std::move(inner)), limit_(limit), plan_(plan), ring_(ring), tally_(std::move(tally)) {
+  FaultyBackend(std::unique_ptr<Backend> inner, std::shared_ptr<WorseDrives> worse, int rings, int ring)
+      : inner_(std::move(inner)), worse_(std::move(worse)), plan_(worse_->plan()), rings_(rings), ring_(ring) {
     slots_.resize(static_cast<size_t>(inner_->depth()));
   }
 
@@ -147,11 +145,9 @@ class FaultyBackend final : public Backend {
 
   bool happens(Fault fault, double draw) {
     if (draw >= plan_.rate(fault)) return false;
-    count(fault);
+    worse_->count(fault);
     return true;
   }
-
-  void count(Fault fault) { (*tally_)[static_cast<size_t>(fault)].fetch_add(1, std::memory_order_relaxed); }
 
   void inject(Slot& slot, Fault fault, Draws& draws) {
     Block& block = slot.block;
@@ -184,10 +180,10 @@ class FaultyBackend final : public Backend {
         return answer(slot, fault, writes ? block.length : -EIO);
       case Fault::kStuck:
       default:
-        count(fault);
+        worse_->count(fault);
         return;
     }
-    count(fault);
+    worse_->count(fault);
     pass(slot);
   }
 
@@ -195,7 +191,7 @@ class FaultyBackend final : public Backend {
 
   // Without asking the drive.
   void answer(Slot& slot, Fault fault, int64_t result) {
-    count(fault);
+    worse_->count(fault);
     keep(slot.block.tag, result);
   }
 
@@ -226,13 +222,16 @@ class FaultyBackend final : public Backend {
     return one.result;
   }
 
-  // A block is served when those before it have been, at the limited rate, and not before its latency is over.
+  // A block is served when those before it have been, at this ring's share of the limited rate, and not before its
+  // latency is over.
   void serve(const std::vector<Block*>& blocks) {
     double now = monotonic_seconds();
     for (const Block* block : blocks) {
-      double service = limit_.bytes_per_s > 0 ? static_cast<double>(block->length) / limit_.bytes_per_s : 0.0;
-      free_at_ = std::max(free_at_, now) + service;
-      slots_[block->tag].served = std::max(free_at_, now + limit_.latency_seconds);
+      const DriveLimit* limit = worse_->limit_of(block->file->path());
+      if (limit == nullptr) continue;
+      double share = limit->bytes_per_s / rings_;
+      free_at_ = std::max(free_at_, now) + (share > 0 ? static_cast<double>(block->length) / share : 0.0);
+      slots_[block->tag].served = std::max(free_at_, now + limit->latency_seconds);
     }
   }
 
@@ -266,10 +265,10 @@ class FaultyBackend final : public Backend {
   }
 
   const std::unique_ptr<Backend> inner_;
-  const DriveLimit limit_;
-  const FaultPlan plan_;
+  const std::shared_ptr<WorseDrives> worse_;
+  const FaultPlan& plan_;  // of worse_
+  const int rings_;        // of the drive
   const int ring_;
-  const std::shared_ptr<FaultTally> tally_;
   uint64_t submissions_ = 0;
   double free_at_ = 0.0;           // when the limited drive will have served everything submitted so far
   std::vector<Slot> slots_;        // by tag
@@ -311,12 +310,27 @@ void FaultPlan::check() const {
   }
 }
 
-BackendFactory worsened(BackendFactory factory, DriveLimit limit, const std::optional<FaultPlan>& plan, int ring,
-                        std::shared_ptr<FaultTally> tally) {
-  if (limit.bytes_per_s <= 0 && limit.latency_seconds <= 0 && !plan.has_value()) return factory;
-  return [factory = std::move(factory), limit, plan = plan.value_or(FaultPlan{}), ring,
-          tally = std::move(tally)](const BackendOptions& options) {
-    return std::make_unique<FaultyBackend>(factory(options), limit, plan, ring, tally);
+bool DriveLimit::concerns(const std::string& file) const {
+  if (file.compare(0, path.size(), path) != 0) return false;
+  return path.empty() || file.size() == path.size() || file[path.size()] == '/';
+}
+
+WorseDrives::WorseDrives(std::vector<DriveLimit> limits, const FaultPlan& plan)
+    : limits_(std::move(limits)), plan_(plan) {
+  plan_.check();
+}
+
+const DriveLimit* WorseDrives::limit_of(const std::string& file) const {
+  auto limit =
+      std::find_if(limits_.begin(), limits_.end(), [&file](const DriveLimit& one) { return one.concerns(file); });
+  return limit != limits_.end() ? &*limit : nullptr;
+}
+
+void make_worse(EngineOptions& options, std::shared_ptr<WorseDrives> worse) {
+  options.wrap = [worse = std::move(worse), rings = options.rings](BackendFactory factory, int ring) {
+    return [factory = std::move(factory), worse, rings, ring](const BackendOptions& backend_options) {
+      return std::make_unique<FaultyBackend>(factory(backend_options), worse, rings, ring);
+    };
   };
 }
 
