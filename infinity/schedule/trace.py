@@ -3,62 +3,40 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
-
-
-class _Cycle(Generic[Unit]):
-    """Uses in their order, and by unit the places of its uses."""
-
-    def __init__(self, uses: Sequence[Unit]) -> None:
-        self.uses = tuple(uses)
-        self._places: dict[Unit, list[int]] = {}
-        for place, group in enumerate(self.uses):
-            self._places.setdefault(group, []).append(place)
-
-    def next_use(self, group: Unit, place: int) -> int | None:
-        """Where `group` is used next, at `place` or after it."""
-        places = self._places.get(group, [])
-        later = bisect_left(places, place)
-        return places[later] if later < len(places) else None
 
 
 class Trace(Generic[Unit]):
     """The order of uses of one phase (training, or evaluation), as a cycle of units.
 
     A cycle is recorded while the one before it is followed. A use that was not expected moves the place in the followed
-    cycle to the next such use where there is one, and is otherwise only recorded: prediction is an accelerator, never a
+    cycle to the next such use, if there is one, and is otherwise only recorded: prediction is an accelerator, never a
     condition. The recorded cycle becomes the followed one at its end, so the trace heals itself within one cycle. Only a cycle
-    that `interrupt` excuses is taken for an exception, until a second one is like it.
+    that `interrupt` excuses counts as an exception, until a second one is like it.
     """
 
     def __init__(self) -> None:
-        self._followed: _Cycle[Unit] = _Cycle(())
+        self.cycle: tuple[Unit, ...] = ()
+        """The order that is followed; empty until one is known."""
+        self.place = 0
+        """The number of its uses that are over."""
+        self.mispredictions = 0
+        """Uses that came when another was expected (or none), since the first cycle was complete."""
+        self._places: dict[Unit, list[int]] = {}
+        """The places of each unit in the cycle."""
         self._recorded: list[Unit] = []
         self._before: tuple[Unit, ...] = ()
         self._used: set[Unit] = set()
-        self._place = 0
         self._mispredicted = False
         self._excused = 0
-        self.mispredictions = 0
-        """Uses that came when another was expected (or none), since the first cycle was complete."""
 
     @property
     def known(self) -> bool:
-        """Whether a whole cycle has been recorded, so that something can be predicted."""
+        """True once a whole cycle has been recorded, so that something can be predicted."""
         return bool(self.cycle)
-
-    @property
-    def cycle(self) -> tuple[Unit, ...]:
-        """The order that is followed; empty until one is known."""
-        return self._followed.uses
-
-    @property
-    def place(self) -> int:
-        """How many of its uses are behind."""
-        return self._place
 
     def used(self, group: Unit) -> bool:
         """Whether `group` was used in the cycle that is going on."""
@@ -68,14 +46,16 @@ class Trace(Generic[Unit]):
         """Group `group` is used now."""
         self._recorded.append(group)
         self._used.add(group)
-        if not self.known:
+        if not self.cycle:
             return
-        place = self._followed.next_use(group, self._place)
-        if place != self._place:
+        places = self._places.get(group, [])
+        later = bisect_left(places, self.place)
+        place = places[later] if later < len(places) else None
+        if place != self.place:
             self._mispredicted = True
             self.mispredictions += 1
         if place is not None:  # else not expected in the rest of this cycle: stay, the next use may fit again
-            self._place = place + 1
+            self.place = place + 1
 
     def interrupt(self) -> None:
         """Something else came in between: this cycle may differ for that reason, and the next one from this."""
@@ -83,7 +63,7 @@ class Trace(Generic[Unit]):
 
     def restart(self) -> None:
         """An exception ended this cycle: it begins anew, and may differ for that reason, and the next one from it."""
-        self._recorded, self._used, self._place, self._mispredicted = [], set(), 0, False
+        self._recorded, self._used, self.place, self._mispredicted = [], set(), 0, False
         self.interrupt()
 
     def end_cycle(self) -> bool:
@@ -93,16 +73,18 @@ class Trace(Generic[Unit]):
         """
         if not self._recorded:
             return False
-        if self.known and self._place < len(self.cycle):
+        if self.known and self.place < len(self.cycle):
             self._mispredicted = True
             self.mispredictions += 1
         recorded, excused = tuple(self._recorded), self._excused > 0
         new = recorded != self._before
         unexcused = self._mispredicted and new and not excused
         if not (self.known and new and excused):
-            self._followed = _Cycle(recorded)
+            self.cycle, self._places = recorded, {}
+            for place, group in enumerate(recorded):
+                self._places.setdefault(group, []).append(place)
         self._before, self._excused = recorded, max(0, self._excused - 1)
-        self._recorded, self._used, self._place, self._mispredicted = [], set(), 0, False
+        self._recorded, self._used, self.place, self._mispredicted = [], set(), 0, False
         return unexcused
 
     def upcoming(self, *, into_next: bool = False) -> Iterator[Unit]:
@@ -111,7 +93,7 @@ class Trace(Generic[Unit]):
         What is read before the end of a training cycle is stale after it: the step changes every group.
         """
         cycle = self.cycle
-        for place in range(self._place, len(cycle)):  # no slice: who looks ahead stops after a few
+        for place in range(self.place, len(cycle)):  # no slice: who looks ahead stops after a few
             yield cycle[place]
         if into_next:
             yield from cycle

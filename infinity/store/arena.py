@@ -68,6 +68,8 @@ class Arena:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)
         self.nbytes = 0
         self._extents: list[Extent] = []
+        self._offsets: list[int] = []
+        """Of the extents, ascending."""
         self._generations: list[int] = []
         """How often each extent was written to."""
 
@@ -111,6 +113,7 @@ class Arena:
         self.nbytes = end
         nonempty = [extent for extent in extents if extent.nbytes]
         self._extents += nonempty
+        self._offsets += [extent.offset for extent in nonempty]
         self._generations += [0] * len(nonempty)
         return extents
 
@@ -133,7 +136,7 @@ class Arena:
         error.in_extent(name, extent.offset, extent.nbytes, generation)
 
     def _number_at(self, offset: int) -> int:
-        return bisect.bisect_right(self._extents, offset, key=lambda extent: extent.offset) - 1
+        return bisect.bisect_right(self._offsets, offset) - 1
 
     def _check_growth(self, end: int, purpose: str) -> None:
         begin = max(self.nbytes, self._existing_bytes)

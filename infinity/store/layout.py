@@ -146,12 +146,12 @@ class SubGroup:
         """The fields of the extent, in order."""
         return tuple(field for field in self.fields if field not in self.held and field not in self.cached)
 
-    @property
+    @cached_property
     def gathered(self) -> Field:
         """The field that is gathered (but in the space of resident shards, which is not gathered from here)."""
         return Field.COMPUTE if self.compute_itemsize else Field.MASTER
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether its moments are codes, with scales."""
         return self.trained and self.moment_itemsize == 1
@@ -198,12 +198,12 @@ class SubGroup:
         """Bytes of the whole extent."""
         return sum(self.field_bytes(field) for field in self.on_nvme)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of the extent of its gradient."""
         return self.numel * self.gradient_itemsize
 
-    @property
+    @cached_property
     def lease_bytes(self) -> int:
         """Bytes of the lease in which it is updated: its extent, and its gradient behind that."""
         return self.nbytes + self.gradient_bytes
