@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CEILINGS = json.loads((ROOT / "tools" / "ceilings.json").read_text())
 SLACK_LINES = 100
 """A ceiling that is so far above its total is to be lowered."""
-DRIFT = 0.03
+DRIFT = 0.05
 """The drive's speed decides how often the stager looks for transfers that have ended."""
 
 

@@ -224,7 +224,8 @@ class Engine(Passes):
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and not self._resolved.all_gradients_wait:
+        paging = self._resolved.paging
+        if not is_boundary and paging is not None and not paging.all_gradients_wait:
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"

@@ -83,11 +83,6 @@ class Resolved:
         """Whether groups are updated in the backward, to stay or for the step to accept."""
         return self.paging is not None and self.paging.update == "backward"
 
-    @property
-    def all_gradients_wait(self) -> bool:
-        """Whether the gradients of all groups are kept until the step."""
-        return self.paging is None or self.paging.all_gradients_wait
-
 
 def resolve(
     config: Config,

@@ -66,8 +66,7 @@ _LAST = 1 << 62
 
 @dataclass(eq=False)
 class Use(Generic[Unit]):
-    """A use of a unit at a place of a sequence. Several uses may have one place. `until_done`: the unit is needed there only
-    until `ReadAhead.done` says otherwise."""
+    """A use of a unit at a place of a sequence. `until_done`: the unit is needed there until `LookAhead.done`."""
 
     place: float
     unit: Unit
@@ -340,9 +339,6 @@ class ReadAhead(Generic[Unit]):
         """A heap of (when it is needed, number, unit). The numbers are unique, so that no units are compared."""
         self._numbers = count()
         self._compact_at = 64
-        self._passed_over: list[Unit] = []
-        self._reached = -_LAST
-        """When the unit is needed that `next_to_read` gave last."""
 
     def needed(self, unit: Unit) -> int | None:
         """When a unit is needed: the smaller, the sooner. None if it is not wanted."""
@@ -376,24 +372,24 @@ class ReadAhead(Generic[Unit]):
             if len(self._to_read) > self._compact_at:
                 self._fill(dict.fromkeys(unit for _, _, unit in self._to_read))
 
-    def start_over(self) -> None:
-        """From now on `next_to_read` goes through all units again, those included that it passed over."""
-        passed_over, self._passed_over, self._reached = self._passed_over, [], -_LAST
-        for unit in passed_over:
-            self.unstage(unit)
-
-    def next_to_read(self) -> Unit | None:
-        """The wanted unit on NVMe that is needed soonest. A unit that came to rest after its turn is passed over."""
-        while self._to_read:
-            needed, _, unit = self._to_read[0]
-            agrees = self._is_on_nvme(unit) and self.needed(unit) == needed
-            if agrees and needed >= self._reached:
-                self._reached = needed
-                return unit
-            if agrees:
-                self._passed_over.append(unit)
-            heapq.heappop(self._to_read)
-        return None
+    def to_read(self) -> Iterator[Unit]:
+        """The wanted units on NVMe, soonest needed first. A unit that comes to rest after its turn is passed over."""
+        reached = -_LAST
+        passed_over: list[Unit] = []
+        try:
+            while self._to_read:
+                needed, _, unit = self._to_read[0]
+                agrees = self._is_on_nvme(unit) and self.needed(unit) == needed
+                if agrees and needed >= reached:
+                    reached = needed
+                    yield unit
+                    continue
+                if agrees:
+                    passed_over.append(unit)
+                heapq.heappop(self._to_read)
+        finally:
+            for unit in passed_over:
+                self.unstage(unit)
 
     def _fill(self, units: Iterable[Unit]) -> None:
         entries = [
@@ -413,13 +409,10 @@ def in_turn(units: Sequence[Unit], *, at_once: int | None = None) -> LookAhead[U
 
 
 def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
-    """What should be staged at every place of a known step, in one pass over it.
+    """What should be staged at every place of a known step, for the simulator, in one pass over it.
 
-    A run asks anew at every use, since only then it knows that the step still goes as expected, and looks no farther than its
-    bytes reach. The simulator asks for all places at once; asking anew would cost it the square of the step.
-
-    With `place` uses behind us, the groups of `uses[place : ends[place]]` should be staged; `ends` is returned, one longer
-    than `uses`. It never falls, so a reader that walks along it starts every read once.
+    With `place` uses over, the groups of `uses[place : ends[place]]` should be staged; `ends` is returned, one longer than
+    `uses`. It never falls, so a reader that walks along it starts every read once.
     """
     held = [0] * len(group_bytes)
     ends = []

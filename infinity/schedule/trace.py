@@ -33,11 +33,6 @@ class Trace(Generic[Unit]):
         self._mispredicted = False
         self._excused = 0
 
-    @property
-    def known(self) -> bool:
-        """True once a whole cycle has been recorded, so that something can be predicted."""
-        return bool(self.cycle)
-
     def used(self, group: Unit) -> bool:
         """Whether `group` was used in the cycle that is going on."""
         return group in self._used
@@ -73,13 +68,13 @@ class Trace(Generic[Unit]):
         """
         if not self._recorded:
             return False
-        if self.known and self.place < len(self.cycle):
+        if self.place < len(self.cycle):
             self._mispredicted = True
             self.mispredictions += 1
         recorded, excused = tuple(self._recorded), self._excused > 0
         new = recorded != self._before
         unexcused = self._mispredicted and new and not excused
-        if not (self.known and new and excused):
+        if not (self.cycle and new and excused):
             self.cycle, self._places = recorded, {}
             for place, group in enumerate(recorded):
                 self._places.setdefault(group, []).append(place)

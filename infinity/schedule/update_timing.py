@@ -15,8 +15,39 @@ of 0.2 to 0.34 are equally good. Its gradients wait until then, which takes memo
 
 from __future__ import annotations
 
+import enum
+
+from infinity.schedule.scheme import Update
+
 GROUPS_APART = 4
 """One of so many neighbours is updated before its next forward."""
+
+
+class UpdateTiming(enum.Enum):
+    """When a group is updated. Decided once per group, when the model is planned.
+
+    SPECULATIVE: in the backward, into the other slot; the step accepts that, or discards it and updates the group as FORWARD.
+    """
+
+    STEP = "step"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SPECULATIVE = "speculative"
+
+    @property
+    def in_backward(self) -> bool:
+        """True if the backward updates the group, for good or speculatively."""
+        return self in (UpdateTiming.BACKWARD, UpdateTiming.SPECULATIVE)
+
+    @property
+    def gradients_wait(self) -> bool:
+        """True if its gradients are kept from the backward until the step."""
+        return self is not UpdateTiming.BACKWARD
+
+    @property
+    def update(self) -> Update:
+        """The value of `PagingOptions.update` that asks for it."""
+        return "backward" if self.in_backward else "step" if self is UpdateTiming.STEP else "forward"
 
 
 def is_left_to_forward(group: int) -> bool:

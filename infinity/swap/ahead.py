@@ -31,20 +31,16 @@ class DeviceAhead:
     def turn_to_next(self, *, asked_for: PagedGroup | None) -> list[PagedGroup]:
         """The groups that come next and fit, soonest first. What was started and isn't among them is let go of, but for the
         group `asked_for`, whose shards are being given out or were last."""
-        coming = self._coming()
+        coming, room = [], self.bytes_max
+        for group in self._policy.next_gathers():
+            room -= group.compute_bytes
+            if room < 0:
+                break
+            if group.compute_bytes:
+                coming.append(group)
         for group in self.started:
             if group not in coming and group is not asked_for:
                 group.delivery.let_go()
                 group.resident_delivery.forget_delivery()
         self.started = []
         return coming
-
-    def _coming(self) -> list[PagedGroup]:
-        groups, room = [], self.bytes_max
-        for group in self._policy.next_gathers():
-            room -= group.compute_bytes
-            if room < 0:
-                break
-            if group.compute_bytes:
-                groups.append(group)
-        return groups

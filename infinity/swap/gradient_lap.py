@@ -21,6 +21,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import is_alone, local_of
 from infinity.fsdp2.uncopied import UncopiedGradient, changeable_elements_of, elements_of
 from infinity.optim.kernel import norms, norms_match_torch
+from infinity.schedule.update_timing import UpdateTiming
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.paged_tensor import PagedTensor
@@ -78,7 +79,7 @@ class GradientLap:
         self._arrivals[parameter] += 1
         if self._arrivals[parameter] < self._paging.policy.reductions_at_once:
             return None  # those of the others follow in this backward
-        if not group.gradients_wait and not self._paging.policy.gradients_are_final(group):
+        if group.timing is UpdateTiming.BACKWARD and not self._paging.policy.gradients_are_final(group):
             return None
         if shard.gradient is GradientState.TAKING:
             raise _lost_gradients()
@@ -110,7 +111,7 @@ class GradientLap:
     def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
         for group in list(self._arrived):
-            if group.gradients_wait:
+            if group.timing.gradients_wait:
                 self.take(group)
         return self.norms
 

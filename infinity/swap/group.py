@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.device import CopyEvent, Device, InFlightCopy
 from infinity.fsdp2.sharding import is_running
+from infinity.schedule.update_timing import UpdateTiming
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
@@ -157,10 +158,8 @@ class PagedGroup:
 
     index: int
     name: str
-    updated_in_backward: bool = False
-    """Whether its members are updated as soon as its gradients are there, to stay or speculatively."""
-    gradients_wait: bool = True
-    """Whether its gradients are kept from the backward until the step."""
+    timing: UpdateTiming = UpdateTiming.STEP
+    """When its members are updated."""
     module: weakref.ref[nn.Module] | None = field(default=None, repr=False)
     """The module that FSDP2 gathers it for, once the model is paged."""
     is_routed: bool = False

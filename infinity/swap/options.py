@@ -14,7 +14,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.schedule.scheme import MasterWeights, Update, late_update
-from infinity.schedule.update_timing import is_left_to_forward
+from infinity.schedule.update_timing import UpdateTiming, is_left_to_forward
 from infinity.store.layout import MOMENTS as FIELDS
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -46,7 +46,7 @@ class PagingOptions:
     "step": in the optimizer's `step`.
     "forward": just before the parameter is gathered next, or looked at in any other way. This reads 2 bytes less per element,
     while the model computes. `step` returns at once and takes the gradients: `.grad` is None after it.
-    "backward": as soon as its gradient is reduced; but every fourth group before its next forward, as `update_of` says. This is
+    "backward": as soon as its gradient is reduced; but every fourth group before its next forward, as `timing_of` says. This is
     for loops in which a step follows every backward, with the gradients as they are (no clipping, no accumulation) and with the
     learning rate that was set before the backward, unless it is `speculative`."""
     speculative: bool = False
@@ -120,14 +120,12 @@ class PagingOptions:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}: it must be at least {least}")
 
-    def update_of(self, group: int) -> Update:
+    def timing_of(self, group: int) -> UpdateTiming:
         """When the group of that number is updated: see [Note: Balance of the passes] in infinity/schedule/update_timing.py."""
         balanced = self.update == "backward" and self.gradient_bytes_max is None and not self.updates_are_collective
-        return "forward" if balanced and is_left_to_forward(group) else self.update
-
-    def gradients_wait_of(self, group: int) -> bool:
-        """Whether gradients of the group of that number are kept from the backward until the step."""
-        return self.speculative or self.update_of(group) != "backward"
+        if balanced and is_left_to_forward(group):
+            return UpdateTiming.FORWARD
+        return UpdateTiming.SPECULATIVE if self.speculative else UpdateTiming(self.update)
 
     @property
     def updates_wait(self) -> bool:

@@ -27,6 +27,7 @@ from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import in_backward
 from infinity.fsdp2.uncopied import elements_of
+from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.layout import Field
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
 from infinity.swap.group import PagedGroup
@@ -205,10 +206,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if group is None:
                 return
             policy = self._paging.policy
-            if not group.gradients_wait:
+            if group.timing is UpdateTiming.BACKWARD:
                 self._apply_gradients(group)
                 return
-            due = group.updated_in_backward and self._speculation.promises
+            due = group.timing is UpdateTiming.SPECULATIVE and self._speculation.promises
             speculates = due and policy.gradients_are_final(group)
             parameters = self.lap.arrived(group)
             self.lap.take(group)

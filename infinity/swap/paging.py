@@ -45,6 +45,7 @@ from infinity.fsdp2.sharding import (
 )
 from infinity.fsdp2.vertical import micro_batches_in, reductions_in
 from infinity.schedule.pinned import sub_groups_ahead, whole_bytes
+from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
 from infinity.store.layout import Field
@@ -209,7 +210,7 @@ class Paging:
         Raises IoError when a transfer failed; the values are torn then, as after any failure, unless the updates are
         speculative.
         """
-        pending, speculative = self.paged.updates, self.options.speculative
+        pending, speculative = self.paged.updates, group.timing is UpdateTiming.SPECULATIVE
         around = pending.compute_staged if speculative else pending.applying
         run = pending.run_speculative if speculative else pending.run_applied
         with self.entered():
@@ -296,7 +297,7 @@ class Paging:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
         self.waiting_gradients.forget(range(len(self.paged.shards)))
         self._idle_threads.leave_step()
-        self.parameters.close()
+        self.parameters.lending.take_back()
         self.paged.close()
         self._machinery = self._activation_part = self._activation_stager = None
 

@@ -103,7 +103,7 @@ class ParameterLap:
         """These experts are gathered next, in this order: start to read those that are not staged, while there is room."""
         for group in groups:
             if group.chunk is not None:
-                self._stager.refresh(group.chunk)  # so that none of them leaves for another
+                self._stager.readahead.staged.renew(group.chunk)  # so that none of them leaves for another
         self._experts = [*groups]
         self._read_next_experts()
 
@@ -136,10 +136,6 @@ class ParameterLap:
         self._experts = []
         if self.ahead is not None:
             self.ahead.recover()
-
-    def close(self) -> None:
-        """Take back what is lent."""
-        self.lending.take_back()
 
     # The stages of a gather.
 

@@ -234,7 +234,7 @@ class PendingUpdates:
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
         """The lease of a group's compute parameters, where the masters need these or the group stays. Afterwards it holds what
         the updates made, `early`, where the group stays; else it is forgotten."""
-        assert group.updated_in_backward and not any(sub in self._pending for sub in updated)
+        assert group.timing.in_backward and not any(sub in self._pending for sub in updated)
         chunk, stager = group.renewed, self._stager
         compute = stager.acquire(chunk) if chunk is not None else None
         stays = False
@@ -386,7 +386,7 @@ class PendingUpdates:
         group = self.group_of(sub)
         with_group = False
         if group is not None and group.chunk is not None:
-            in_backward = group.updated_in_backward and self.speculation.is_due
+            in_backward = group.timing.in_backward and self.speculation.is_due
             with_group = group.stays or (in_backward and sub not in self._pending)
         reads = sub.reads(compute=not with_group)
         if reads != sub.chunk.reads:

@@ -78,10 +78,7 @@ def make_groups(
     layout: Layout, names: Sequence[str], sub_groups: Sequence[PagedSubGroup], options: PagingOptions
 ) -> list[PagedGroup]:
     """The groups with their members and the numbers of their shards; chunks they get from `open_chunks`."""
-    groups = [
-        PagedGroup(index, name, options.update_of(index) == "backward", options.gradients_wait_of(index))
-        for index, name in enumerate(names)
-    ]
+    groups = [PagedGroup(index, name, options.timing_of(index)) for index, name in enumerate(names)]
     first = 0
     for space, group in enumerate(groups):
         group.members = [sub_groups[sub.index] for sub in layout.by_space[space]]

@@ -198,7 +198,7 @@ def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
 def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
     """Of the gradients that wait in host memory."""
     *groups, resident = layout.by_space
-    waiting = [members for group, members in enumerate(groups) if options.gradients_wait_of(group)]
+    waiting = [members for group, members in enumerate(groups) if options.timing_of(group).gradients_wait]
     waiting += [resident] if options.all_gradients_wait else []
     trained = sum(sub.numel for members in waiting for sub in members if sub.trained)
     return trained * options.gradient_dtype.itemsize - layout.gradient_bytes
@@ -219,7 +219,7 @@ def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: i
     if not trained:
         return gathers
     masters: MasterWeights = "split" if any(sub.split for sub in trained) else "full"
-    return Scheme(masters, options.update_of(group)).compute_reads(gathers)
+    return Scheme(masters, options.timing_of(group).update).compute_reads(gathers)
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

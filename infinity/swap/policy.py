@@ -78,7 +78,7 @@ class StagingPolicy:
         self.units = Units(paged, options, pool_bytes, look_ahead_bytes)
         """What may be staged."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
-        in_backward = (sub for group in paged.groups if group.updated_in_backward for sub in group.members)
+        in_backward = (sub for group in paged.groups if group.timing.in_backward for sub in group.members)
         self._in_backward = frozenset(
             sub
             for sub in in_backward
@@ -229,14 +229,10 @@ class StagingPolicy:
     def _is_rest_of(self, following: _Following) -> bool:
         """True if the uses to come are the rest of those that `following` began with."""
         trace, updates = self._traces[self._phase], self._paged.updates
-        return (
-            self._readahead.following is following.ahead
-            and following.trains == self._phase
-            and following.cycle is trace.cycle
-            and (self._phase or bool(following.pending) == bool(updates))
-            and following.stepped is updates.stepped
-            and following.place <= trace.place
-        )
+        same = self._readahead.following is following.ahead and following.trains == self._phase
+        same = same and (self._phase or bool(following.pending) == bool(updates))
+        same = same and following.cycle is trace.cycle and following.stepped is updates.stepped
+        return same and following.place <= trace.place
 
     def _begin_following(self) -> tuple[_Following, frozenset[Unit]]:
         trace, paged = self._traces[self._phase], self._paged

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from infinity.schedule.speculation import SpeculationPolicy
+from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.layout import Layout, SubGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.stager import Stager
@@ -29,7 +30,7 @@ from infinity.swap.sub_group import PagedSubGroup
 
 def is_speculative(layout: Layout, sub: SubGroup, options: PagingOptions) -> bool:
     """Whether the backward updates a sub-group for the step to accept, which takes another slot."""
-    due = options.speculative and options.update_of(sub.space) == "backward"
+    due = options.timing_of(sub.space) is UpdateTiming.SPECULATIVE
     moves = sub.trained and sub.space != layout.resident_space and sub.nbytes > 0
     return due and moves and not (sub.held or sub.cached or sub.gradient_itemsize)
 

@@ -45,9 +45,8 @@ class Stager:
             lambda unit: isinstance(unit, Chunk) and unit.state is ChunkState.ON_NVME,
             leaves_room=lambda chunk: chunk.home is None,
         )
-        """Says which chunks are wanted; they are read next, and dropped last."""
+        """Says which chunks are wanted; its `staged` are those that are READING or STAGED."""
         self._staged = self.readahead.staged
-        """READING or STAGED."""
         self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
         self._to_device: OrderedDict[Chunk, None] = OrderedDict()
@@ -72,9 +71,9 @@ class Stager:
         self._write_arrived()
         if chunks is not None:
             self.readahead.follow(in_turn(chunks))
-        self.readahead.start_over()
-        while (chunk := self.readahead.next_to_read()) is not None and self.prefetch(chunk):
-            pass
+        for chunk in self.readahead.to_read():
+            if not self.prefetch(chunk):
+                break
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start to read a chunk if that waits for nothing and drops nothing wanted. Returns whether the read was started."""
@@ -92,10 +91,6 @@ class Stager:
             lease = self._pool.try_lease(chunk.lease_bytes)
         self._start_read(chunk, lease, Priority.PREFETCH)
         return True
-
-    def refresh(self, chunk: Chunk) -> None:
-        """It leaves after all that is staged now and nothing comes for."""
-        self._staged.renew(chunk)
 
     def acquire(self, chunk: Chunk) -> Lease:
         """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.

@@ -78,7 +78,7 @@ class WaitingGradients:
 
     def takes(self, group: PagedGroup) -> bool:
         """Whether gradients of the group are kept here, and not by torch."""
-        return group.gradients_wait and (self.takes_all or group.index in self._spilling)
+        return group.timing.gradients_wait and (self.takes_all or group.index in self._spilling)
 
     def has(self, shard: PagedShard) -> bool:
         """Whether a gradient of the shard is kept here."""

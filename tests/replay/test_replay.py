@@ -1,7 +1,7 @@
 """What the swap core moves in a step, event by event, is what it moved before.
 
 A change that only rearranges replays every record. A change of policy renews them on purpose: `make replay-records` writes
-them anew, and the commit shows which transfers came, went or moved.
+them again, and the commit shows which transfers came, went or moved.
 """
 
 from __future__ import annotations

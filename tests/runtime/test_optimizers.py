@@ -437,7 +437,9 @@ def test_no_update_of_sharded_matrices_waits_for_whoever_looks_first(
     assert options is not None and options.update == update
     assert not options.for_ranks(2).updates_wait
     assert options.for_ranks(1).updates_wait is (update != "step")
-    assert all(options.for_ranks(2).update_of(group) == update for group in range(8))  # none is left to the forward
+    assert all(
+        options.for_ranks(2).timing_of(group).update == update for group in range(8)
+    )  # none is left to the forward
 
 
 def test_muon_in_a_loop_of_one_s_own(nvme_path: Path) -> None:

@@ -287,9 +287,8 @@ def test_the_unit_on_nvme_that_is_needed_soonest_is_read_next(data: st.DataObjec
     for place in range(len(units)):
         following.pass_to(place)
         ahead.fit()
-        ahead.start_over()
         left = [unit for unit in units[place:] if unit in on_nvme]
-        while (unit := ahead.next_to_read()) is not None:
+        for unit in ahead.to_read():
             assert unit == left.pop(0)
             on_nvme.discard(unit)
             ahead.stage(unit)

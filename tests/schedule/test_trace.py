@@ -23,11 +23,11 @@ def follow(trace: Trace, cycle: list[int]) -> list[bool]:
 def test_nothing_is_predicted_before_a_whole_cycle_was_seen() -> None:
     trace = Trace()
     for group in (0, 1, 2, 1):
-        assert not trace.known
+        assert not trace.cycle
         assert list(trace.upcoming()) == []
         trace.use(group)
     trace.end_cycle()
-    assert trace.known
+    assert trace.cycle
     assert trace.mispredictions == 0
     assert list(trace.upcoming()) == [0, 1, 2, 1]
 
@@ -97,7 +97,7 @@ def test_a_cycle_that_stops_early_is_a_misprediction() -> None:
 def test_an_empty_cycle_changes_nothing() -> None:
     trace = Trace()
     trace.end_cycle()
-    assert not trace.known
+    assert not trace.cycle
     follow(trace, [0, 1, 2])
     trace.end_cycle()
     assert list(trace.upcoming()) == [0, 1, 2]
@@ -170,5 +170,5 @@ def test_whatever_comes_is_taken(events: list[int | None]) -> None:
         assert ahead[len(ahead) - len(last) :] == last
         rest = ahead[: len(ahead) - len(last)]
         assert rest == last[len(last) - len(rest) :]
-        assert trace.known == bool(last)
+        assert bool(trace.cycle) == bool(last)
         assert {group for group in range(5) if trace.used(group)} == set(recorded)
