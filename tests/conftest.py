@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 # How long an example takes says more about what else the machine is doing than about the code.
-EXAMPLES = int(os.environ.get("INFINITY_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("INFINITY_EXAMPLES", "50"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,6 +7,7 @@ The floors are those of the house in docs/architecture.md. Source is read, never
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -274,24 +275,29 @@ def unportable_files(root: Path, paths: list[Path]) -> list[str]:
     return found
 
 
+@functools.cache
+def our_tree() -> Tree:
+    return Tree(ROOT)
+
+
 def test_imports_go_downward_only() -> None:
-    assert floor_violations(Tree(ROOT)) == []
+    assert floor_violations(our_tree()) == []
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circles(Tree(ROOT)) == []
+    assert circles(our_tree()) == []
 
 
 def test_schedule_is_integers_only() -> None:
-    assert schedule_violations(Tree(ROOT)) == []
+    assert schedule_violations(our_tree()) == []
 
 
 def test_no_module_is_dead() -> None:
-    assert dead_modules(Tree(ROOT)) == []
+    assert dead_modules(our_tree()) == []
 
 
 def test_commands_lead_to_functions() -> None:
-    tree = Tree(ROOT)
+    tree = our_tree()
     for command, entry in commands(ROOT).items():
         module, _, function = entry.partition(":")
         assert module in tree.files, f"{command}: there is no {module}"
