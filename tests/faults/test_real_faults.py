@@ -111,6 +111,7 @@ def test_a_full_file_system_is_told_before_the_first_step_and_does_not_matter_af
         with scene.make(place, "forward") as engine:  # which takes the least
             fill(place)
             assert losses(engine, 0, scene.STEPS) == expected[: scene.STEPS]  # its space was reserved
+        fill(place)
         with pytest.raises(infinity.StoreError, match=r"are needed|can be made|could not be reserved"):
             scene.make(place)
         assert [each.name for each in place.iterdir()] == ["ballast"]
