@@ -25,7 +25,7 @@ FOLDER = ROOT / "build" / "tests"
 FLAGS = [
     *(
         "-std=c++17",
-        "-O1",
+        "-O0",
         "-g1",
         "-ffp-contract=off",
         "-Wall",

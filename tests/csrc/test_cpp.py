@@ -11,8 +11,8 @@ import pytest
 import sanitized
 
 RUN_SECONDS_MAX = 300
-TSAN_SEEDS = "4"
-"""Each takes a second of a core there; what its threads may not do to each other does not depend on the seed."""
+SEEDS = "4"
+"""Each takes a second of a core; what threads may not do to each other does not depend on the seed. INFINITY_FAULT_SEEDS asks for more."""
 
 
 def _fixed_addresses() -> list[str]:
@@ -32,8 +32,7 @@ def test_cpp_core_is_clean_under(variant: str, part: str, tmp_path: Path) -> Non
     except sanitized.MissingError as missing:
         pytest.skip(str(missing))
     environment = os.environ | {"INFINITY_TEST_DIR": str(tmp_path), "TSAN_OPTIONS": "halt_on_error=1"}
-    if variant == "tsan":
-        environment.setdefault("INFINITY_FAULT_SEEDS", TSAN_SEEDS)
+    environment.setdefault("INFINITY_FAULT_SEEDS", SEEDS)
     command = [*(_fixed_addresses() if variant == "tsan" else []), str(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS_MAX)
     if variant == "tsan" and "unexpected memory mapping" in done.stderr:
