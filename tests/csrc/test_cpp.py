@@ -12,7 +12,7 @@ import sanitized
 
 RUN_SECONDS_MAX = 300
 SEEDS = "4"
-"""Each takes a second of a core; what threads may not do to each other does not depend on the seed. INFINITY_FAULT_SEEDS asks for more."""
+"""Each takes a second of a core; which errors threads make does not depend on them. INFINITY_FAULT_SEEDS sets their number."""
 
 
 def _fixed_addresses() -> list[str]:
