@@ -29,7 +29,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-options = parse_arguments()  # first, so that --help needs no Lightning
+if __name__ == "__main__":  # first, so that --help needs no Lightning
+    options = parse_arguments()
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -87,7 +88,7 @@ def loader(seed: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(points, (points[:, 0] > 0).long() * 2 + (points[:, 1] > 0)), batch_size=16)
 
 
-def main() -> None:
+def main(options: argparse.Namespace) -> None:
     strategy: Any = options.strategy or "ddp"
     if not options.plain and not options.strategy:
         options.nvme_path.mkdir(parents=True, exist_ok=True)
@@ -134,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(options)
