@@ -289,8 +289,9 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
         cached=cached,
     )
     assert (layout.place, layout.space_numel) == (plan.layout.place, plan.layout.space_numel)
-    cut = PAGE * 3 * len(layout.sub_groups) if plan.moment_itemsize == 1 else 0  # fields end with a page
-    assert plan.layout.nbytes <= layout.nbytes + layout.cached_bytes <= plan.layout.nbytes + cut
+    # Fields of codes end with a page, so other cuts take more or less.
+    before, after = (PAGE * 3 * len(each.sub_groups) * (plan.moment_itemsize == 1) for each in (plan.layout, layout))
+    assert plan.layout.nbytes - before <= layout.nbytes + layout.cached_bytes <= plan.layout.nbytes + after
     for key, asked in cached.items():
         members = [sub for sub in layout.by_space[key.space] if (sub.trained, sub.whole) == (key.trained, key.whole)]
         first = members[0].start
