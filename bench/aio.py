@@ -153,14 +153,15 @@ def summary(settings: IoSettings, trials: list[Trial]) -> dict[str, Any]:
 def report(best: dict[Workload, dict[str, Any]], reference: str) -> dict[str, Any]:
     """Prints a table; returns everything with ratios to the reference."""
     result: dict[str, Any] = {}
-    print(f"\n{'':>14}{'GiB/s':>8}{'min':>7}{'max':>7}{'ratio':>7}{'CPU ms/GiB':>12}  block  depth x threads")
+    print(f"\n{'':>14}{'GB/s':>8}{'min':>7}{'max':>7}{'ratio':>7}{'CPU ms/GiB':>12}  block  depth x threads")
     for workload, by_name in best.items():
         print(workload.value)
         against = by_name[reference]["gib_per_s"]
         for name, one in by_name.items():
             one["ratio"] = round(one["gib_per_s"] / against, 3)
             print(
-                f"{name:>14}{one['gib_per_s']:8.2f}{one['min']:7.2f}{one['max']:7.2f}{one['ratio']:7.3f}"
+                f"{name:>14}{one['gib_per_s'] * GIB / 1e9:8.2f}{one['min'] * GIB / 1e9:7.2f}{one['max'] * GIB / 1e9:7.2f}"
+                f"{one['ratio']:7.3f}"
                 f"{one['cpu_seconds_per_gib'] * 1e3:12.2f}  {format_bytes(one['block_bytes'])}  "
                 f"{one['queue_depth']} x {one['threads']}"
             )

@@ -43,7 +43,7 @@ from rich.text import Text
 import infinity
 from infinity.cli.plain_torch import Usage
 from infinity.device import cpu_multiplies_fast_in, why_slow
-from infinity.units import GIB, format_bytes, format_count, parse_bytes, parse_count
+from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
 TEXT_BYTES_MAX = 32 << 20
@@ -316,7 +316,7 @@ def measure_drive(path: str, console: Console) -> infinity.DriveRates | None:
 
 
 def rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / GIB:.2f} GiB/s"
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 def rss_bytes() -> int:

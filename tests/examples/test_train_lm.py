@@ -40,7 +40,7 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
     shown = run("--nvme-path", str(nvme_path), "--sample", "--json", str(tmp_path / "nvme.json"), compare=True).stdout
     for words in (
         "loss",
-        "GiB/s",
+        "GB/s",
         "stall",
         "resident",
         "held-out loss",
@@ -216,7 +216,7 @@ def test_the_live_figures_fit_in_80_columns() -> None:
     record = {"loss": 2.859, "seconds": 1.62, "read_bytes": 53e7, "written_bytes": 57e7, "stall_seconds": 0.22}
     with progress_bar(console, enabled=True) as report:
         report(100, 100, record)
-    for words in ("100/100", "loss 2.859", "s/step", "read 0.30 GiB/s", "write 0.33 GiB/s", "stall 0.22 s", "resident"):
+    for words in ("100/100", "loss 2.859", "s/step", "read 0.33 GB/s", "write 0.35 GB/s", "stall 0.22 s", "resident"):
         assert words in shown.getvalue()
     assert "…" not in shown.getvalue()
 
