@@ -51,7 +51,7 @@ test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 	$(VENV_PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--no-loadscope-reorder -m "not long" $(ARGS)
 
-replay-records: setup-test ## write the records of tests/replay anew, after a change of what is read when
+replay-records: setup-test ## write the records of tests/replay again, after a change of what is read when
 	INFINITY_RENEW_REPLAYS=1 $(VENV_PYTHON) -m pytest tests/replay $(ARGS)
 
 test-long: setup-test ## what the suite leaves out because it takes minutes

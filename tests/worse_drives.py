@@ -34,12 +34,12 @@ class FaultPlan:
     """Makes the drives of an engine fail at random, as bad drives, cables or kernels do.
 
     Each field but the last three is the probability (0 to 1) of a fault per submission; of those before `late`, at most one
-    happens. The same seed and submissions give the same faults, in whatever order the drive answers.
+    happens. The same seed and submissions give the same faults, in any order of the drive's answers.
 
     Attributes:
         interrupted, again, memory: EINTR, EAGAIN, ENOMEM; nothing was moved. The engine tries again, for about a second.
         io, space: EIO, ENOSPC (EIO for a read); sometimes after a part was moved. The transfer fails.
-        short: a part was moved. The engine goes on with the remaining part.
+        short: a part was moved. The engine continues with the remaining part.
         corrupt: one bit of the moved bytes is wrong, without an error.
         lost: a write that reports success and moved nothing. A read fails with EIO.
         stuck: no answer; see `silence_seconds_max` of `IoEngine`.

@@ -1,4 +1,4 @@
-"""Checkpoints in the format "arena": the arenas' bytes, copied while training goes on. Training thread.
+"""Checkpoints in the format "arena": the arenas' bytes, copied while training continues. Training thread.
 
 `DIR/TAG/` holds the manifest, and for each rank `rankN.arena` (infinity/checkpoint/snapshot.py) and `rankN.record`. Another
 thread copies (infinity/store/arena_copy.py).

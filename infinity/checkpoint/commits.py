@@ -1,4 +1,4 @@
-"""Commits of a durable run: when a step is committed, and how a run goes on from one. Training thread only.
+"""Commits of a durable run: when a step is committed, and how a run resumes from one. Training thread only.
 
 [Note: When a step is committed]
 A step's updates may run after `step` returns, in the next forward, and its last writes go on during the next pass. So `step`

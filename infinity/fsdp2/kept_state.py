@@ -12,6 +12,7 @@ are gathered: see running_group.py. State that Python can't list (iterators, fil
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
 import operator
@@ -169,23 +170,23 @@ class KeptState:
         return entries
 
 
-class _Entry:
-    """One piece of state, and what it was. words: what a user calls it."""
+class _Entry(abc.ABC):
+    """One piece of state, and its value before. words: the name that a user knows it by."""
 
     def __init__(self, words: str) -> None:
         self._words = words
 
+    @abc.abstractmethod
     def changed(self) -> str | None:
         """In words, what is not as before. Cheap: called at each pause."""
-        raise NotImplementedError
 
     def differs(self) -> str | None:
         """As `changed`, also where a write left no trace. Called once a pass."""
         return self.changed()
 
+    @abc.abstractmethod
     def restore(self) -> None:
         """Set it back."""
-        raise NotImplementedError
 
 
 class _Variable(_Entry):

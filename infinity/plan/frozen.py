@@ -1,4 +1,4 @@
-"""Work on frozen weights that stay in the user's own files: adapters are trained beside them, or text is generated.
+"""Work on frozen weights that stay in the user's own files: adapters are trained on them, or text is generated.
 Closed formulas over the product's own policies of what stays staged; nothing is simulated and nothing is ever written.
 
 [Note: Frozen weights in the plan]

@@ -1,4 +1,4 @@
-"""What gathers of frozen groups need of files and pool, and what of it is read anew, by the product's own policies.
+"""The bytes of files and pool that gathers of frozen groups need, and those read again, by the product's own policies.
 
 [Note: Routed experts in the plan]
 Each frozen expert is a group of its own ([Note: Routed experts] in infinity/fsdp2/experts.py). A gather of a block's experts

@@ -1,4 +1,4 @@
-"""Whose hyper-parameters count where a training goes on: the run's or the config's. Training thread only.
+"""Whose hyper-parameters count when a training resumes: the run's or the config's. Training thread only.
 
 [Note: What the run was told]
 A commit or checkpoint holds parameter groups and schedule as they are by then, with a learning rate that a schedule has moved.

@@ -1,4 +1,4 @@
-"""A training of which nothing rests on NVMe: torch's own optimizer, over what FSDP2 sharded.
+"""A training with nothing on NVMe: torch's own optimizer over FSDP2's sharded parameters.
 
 The engine asks a swap manager, a paged optimizer and the commits of a durable run. Where there are none, what is here answers
 to the same names. Training thread only.

@@ -1,4 +1,4 @@
-"""What follows from a training config, decided once: whoever builds or trains asks this.
+"""The consequences of a training config, decided once; construction and training ask this.
 
 `resolve` is pure, and may fail.
 """

@@ -14,13 +14,13 @@ for the group that fits in part only (a group is gathered from one piece of memo
 [Note: As early as the bytes allow]
 Reads start in the order of need, each as soon as its bytes fit. Bandwidth and compute times say when a read has to start at the
 latest; the bytes that may be held say when it can start at the earliest. Waiting in between gains nothing: empty room serves
-nobody, and an idle drive delays all that comes after. So the times are needed to predict a stall (simulator.py), not to decide.
+no use, and an idle drive delays all that comes after. So the times are needed to predict a stall (simulator.py), not to decide.
 
-  No way to order and to time the reads lets any use begin earlier: (1) where all groups have the same size; (2) whatever their
-  sizes, if it has the largest group's bytes less to hold, even if it may read them in pieces, by turns.
+  No way to order and to time the reads lets any use begin earlier: (1) where all groups have the same size; (2) for any sizes,
+  if it has the largest group's bytes less to hold, even if it may read them in pieces, by turns.
 
 Proof. Let S be another way, and look at the first use i that begins earlier in S than with us. All before it begin with us no
-later than in S, so at every moment up to then we have freed whatever S has. Go back from the end of our read of i to the last
+later than in S, so at every moment up to then we have freed all that S has. Go back from the end of our read of i to the last
 moment t at which our drive was idle; from t on it read q, ..., i without a pause. If t is the beginning, S can't have read
 the groups up to i before us. If not, q didn't fit just before t: it and what we held of the groups before it were more than L
 bytes. (1) So we held as many groups as anybody may hold; of those up to i, S has begun to read no more than we have, needs as
@@ -259,7 +259,7 @@ class Eviction(Generic[Unit]):
             self._push(unit)
 
     def need_all(self, needed_of: Callable[[Unit], int | None]) -> None:
-        """Another sequence of uses comes: ask anew when each unit is needed."""
+        """Another sequence of uses comes: ask again when each unit is needed."""
         self._staged = {unit: (age, needed_of(unit)) for unit, (age, _) in self._staged.items()}
         self._fill()
 
@@ -309,7 +309,7 @@ class Eviction(Generic[Unit]):
             self._fill()
 
     def _fill(self) -> None:
-        """Make all entries anew."""
+        """Build all entries again."""
         staged = [(unit, entry) for unit, entry in self._staged.items() if self._leaves_room(unit)]
         self._unwanted = [(age, unit) for unit, (age, needed) in staged if needed is None]
         self._wanted = [(-needed, age, unit) for unit, (age, needed) in staged if needed is not None]
@@ -332,7 +332,6 @@ class ReadAhead(Generic[Unit]):
         self.staged: Eviction[Unit] = Eviction(leaves_room)
         """The units that may be dropped."""
         self.following: LookAhead[Unit] = LookAhead(iter(()))
-        """Chooses the units that are wanted."""
         self._is_on_nvme = is_on_nvme
         self._stay: Collection[Unit] = ()
         self._to_read: list[tuple[int, int, Unit]] = []

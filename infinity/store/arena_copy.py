@@ -1,4 +1,4 @@
-"""Copies one rank's state out of the arena into a file while training goes on.
+"""Copies one rank's state out of the arena into a file while training continues.
 
 A thread of its own copies, through two small buffers; the training thread starts it, waits at its gates, and joins it. If the
 program ends meanwhile, the thread goes on until the last of Python's exit functions has run.

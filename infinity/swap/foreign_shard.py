@@ -1,4 +1,4 @@
-"""The shard that rests in a file of the user: read from there, never written. See [Note: Foreign files] in
+"""A shard whose parameter is in a file of the user: read from there, never written. See [Note: Foreign files] in
 infinity/store/foreign.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model whose state rests in the arena: its groups, shards and sub-groups, the health of its values, and its
+"""A model whose state is in the arena: its groups, shards and sub-groups, the health of its values, and its
 commits.
 
 Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by one thread at a time. What moves where: parameters in

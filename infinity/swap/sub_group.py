@@ -1,4 +1,4 @@
-"""The paged sub-group: where each of its fields rests, and what its bytes mean while they are in memory.
+"""The paged sub-group: where each of its fields is, and what its bytes mean while they are in memory.
 
 Data and pure looks at it; moves nothing.
 

@@ -1,4 +1,4 @@
-"""The recorder of a trace: what the training thread does when, and beside it what the drives did.
+"""The recorder of a trace: when the training thread does what, and what the drives did meanwhile.
 
 Lives from `SwapManager.start_trace` to `stop_trace`, and is held by the stager; without one nothing is noted. Training thread
 only. All times are of one clock, CLOCK_MONOTONIC, which `time.perf_counter` reads here as the ring threads do.
