@@ -301,8 +301,7 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
 
 
 def gathers_nothing_alone() -> bool:
-    """Whether this torch gathers nothing over one rank, so that a parameter's elements may come afterwards: see [Note:
-    Gathering alone] in unsharded.py."""
+    """Whether this torch gathers nothing over one rank, so that a parameter's elements may come afterwards."""
     return "_all_gather_output" in FSDPParamGroup.__init__.__code__.co_names
 
 
@@ -315,11 +314,6 @@ def is_in_forward(module: nn.Module | FSDPModule) -> bool:
 def is_running(module: FSDPModule) -> bool:
     """Whether a pass through the group is going on, or was ended by an exception."""
     return any(group._training_state.name != "IDLE" for group in param_groups_of(module._get_fsdp_state()))
-
-
-def resharding_after_forward(module: FSDPModule) -> bool:
-    """Whether FSDP2 frees the group when its forward ends."""
-    return all(group._reshard_after_forward for group in param_groups_of(module._get_fsdp_state()))
 
 
 def forget_gathered(module: FSDPModule) -> None:

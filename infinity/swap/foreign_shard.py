@@ -103,7 +103,7 @@ class CodedShard(ForeignShard):
         self._decode([piece[place] for place in self.places], self.rows.first, out[: self.shape.numel()])
         out[self.shape.numel() :].zero_()
 
-    def lies_in(self, dtype: torch.dtype) -> bool:
+    def may_lodge(self, dtype: torch.dtype) -> bool:
         return False
 
     def _are_there(self, there: torch.Tensor, values: torch.Tensor) -> bool:

@@ -62,8 +62,6 @@ class Delivery:
     state: GroupState = GroupState.RESTING
     in_flight: InFlightCopy | None = field(default=None, repr=False)
     copy_event: CopyEvent | None = None
-    lent: bool = False
-    """Whether what is given may be the memory of gathered parameters: see [Note: Lent, not copied] in lending.py."""
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
     _piece: torch.Tensor | None = field(default=None, repr=False)
@@ -174,7 +172,7 @@ class PagedGroup:
     foreign: ForeignReads = field(default_factory=ForeignReads, repr=False)
     lodges: bool = False
     """Whether it stays, and gathered parameters of it have their memory where it is staged: see [Note: Gathering alone] in
-    infinity/fsdp2/unsharded.py."""
+    shard.py."""
     cached: torch.Tensor | None = field(default=None, repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
     delivery: Delivery = field(default_factory=Delivery)

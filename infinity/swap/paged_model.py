@@ -16,7 +16,6 @@ import torch
 from infinity.aio import Lease
 from infinity.device import HostBuffer, HostBuffers
 from infinity.fsdp2.sharding import forget_gathered
-from infinity.fsdp2.unsharded import LodgedMemory
 from infinity.store.arena import Arena
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import SUM_BYTES
@@ -150,8 +149,6 @@ class PagedModel:
                 forget_gathered(group.sharded_module)
         for shard in self.shards:
             shard.resident = None
-            if isinstance(shard.unsharded, LodgedMemory):
-                shard.unsharded.leave()
         if self._residents is not None:
             self._residents.give_back()
         self.updates.clear()

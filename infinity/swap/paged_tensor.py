@@ -21,7 +21,6 @@ shard is copied into the place where it already is. Any other use of a twin befo
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
-from infinity.fsdp2.unsharded import LodgedMemory, UnshardedMemory
+from infinity.fsdp2.sharding import local_of
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap.shard import PagedShard
 from infinity.swap.values import RANGE_NUMEL
@@ -59,16 +58,13 @@ class Gatherer(Protocol):
         """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
 
     fills_parameters: bool
-    """Whether FSDP2 gathers nothing of the model, and gathered parameters are filled, or lent, afterwards."""
+    """Whether FSDP2 gathers nothing of the model: see [Note: Gathering alone] in shard.py."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The bytes (1-D) on the device among which the shard's compute parameter is, its group in use."""
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered the shard."""
-
-    def freed(self, shard: PagedShard) -> None:
-        """FSDP2 has freed a shard that was lent."""
 
 
 class _Blank:
@@ -149,8 +145,8 @@ class PagedTensor(ElsewhereTensor):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor | None]:
-        """The padded shard in the dtype of compute; on the side where nothing is gathered: see [Note: Gathering alone]
-        in infinity/fsdp2/unsharded.py."""
+        """The padded shard in the dtype of compute; as metadata where nothing is gathered ([Note: Gathering alone] in
+        shard.py)."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
         piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
@@ -170,27 +166,24 @@ class PagedTensor(ElsewhereTensor):
         *,
         out: nn.Parameter | None = None,
     ) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
-        """The gathered parameter is in FSDP2's own buffer, and ours is free now; over one rank, in the shard's `unsharded`."""
+        """The gathered parameter is in FSDP2's own buffer, and ours is free now; or it lies in ours."""
         shard = self._shard
+        gathered: tuple[torch.Tensor, tuple[Any, ...]] | None = None
         if metadata is None:
-            self._gatherer.gathered(shard)
-            return None if out is not None else (all_gather_outputs[0], ())
-        if shard.lodged:
+            gathered = (all_gather_outputs[0], ()) if out is None else None
+        elif shard.lodged:
             if out is None:
-                shard.unsharded = LodgedMemory(shard.elements(metadata))
-            assert shard.unsharded is not None
-            self._gatherer.gathered(shard)
-            return (shard.unsharded.tensor, (shard.unsharded,)) if out is None else None
-        if out is None:
-            shard.unsharded = UnshardedMemory(shard.padded_shape.numel(), param_dtype, metadata.device)
-        memory = shard.unsharded
-        assert memory is not None
-        if out is not None and shard.delivery.lent and shard.lies_in(param_dtype) and out.numel():
-            memory.lend(out, shard.elements(metadata), functools.partial(self._gatherer.freed, shard))
-            return None
-        memory.fill(functools.partial(shard.copy_elements, metadata))
+                gathered = (shard.lodge(metadata), ())
+        else:
+            if out is None:
+                memory = torch.empty(shard.padded_shape.numel(), dtype=param_dtype, device=metadata.device)
+                gathered = (memory, (memory,))
+            else:
+                memory = local_of(out)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(memory):
+                shard.copy_elements(metadata, memory.detach().view(-1))
         self._gatherer.gathered(shard)
-        return (memory.tensor, (memory,)) if out is None else None
+        return gathered
 
     def apply_(self, function: Any) -> Any:
         self.store(self.materialize().apply_(function))

@@ -13,7 +13,6 @@ devices; what they do is the training thread's.)
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -41,10 +40,9 @@ from infinity.fsdp2.sharding import (
     install,
     is_at_rest,
     is_in_forward,
-    is_in_pass,
 )
 from infinity.fsdp2.vertical import micro_batches_in, reductions_in
-from infinity.schedule.pinned import sub_groups_ahead, whole_bytes
+from infinity.schedule.pinned import sub_groups_ahead
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
@@ -53,7 +51,6 @@ from infinity.swap.ahead import DeviceAhead
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.idle_threads import IdleThreads
-from infinity.swap.lending import Lending
 from infinity.swap.machinery import Machinery
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
@@ -113,8 +110,7 @@ class Paging:
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead()
-        lending = Lending(paged, allowed=self.fills_parameters, holds_all=self._room_bytes >= _whole_bytes(paged))
-        self.parameters = ParameterLap(paged, self.policy, ahead, lending, alone=alone)
+        self.parameters = ParameterLap(paged, self.policy, ahead, alone=alone)
         self._idle_threads = IdleThreads(compute_here=not self.device.is_discrete)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
@@ -166,10 +162,6 @@ class Paging:
         index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
         for experts in routed_experts(model):
             experts.coming = partial(_read_experts, weakref.ref(self), [index_of[expert] for expert in experts])
-        if self.parameters.lending.for_good:
-            for paged, group in zip(self.paged.groups, groups, strict=True):
-                hook = partial(self._begin_group, paged)
-                cast(nn.Module, group.module).register_forward_pre_hook(hook, prepend=True)  # before FSDP2 gathers
         if self.options.update == "backward":
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
@@ -190,11 +182,6 @@ class Paging:
         """FSDP2 has gathered the shard: see `ParameterLap.gathered`."""
         with self.entered():
             self.parameters.gathered(shard)
-
-    def freed(self, shard: PagedShard) -> None:
-        """FSDP2 has freed a shard that was lent."""
-        with self.entered():
-            self.parameters.freed(shard)
 
     # The gradient lap, entered by the optimizer.
 
@@ -283,7 +270,6 @@ class Paging:
         with self._lock:
             self._idle_threads.leave_step()
             if self.paged.health.state is not Health.CLOSED:
-                self.parameters.lending.take_back()
                 leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
                 if self._activation_part is not None:
                     leases.append(self._activation_part.lease)
@@ -297,7 +283,6 @@ class Paging:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
         self.waiting_gradients.forget(range(len(self.paged.shards)))
         self._idle_threads.leave_step()
-        self.parameters.lending.take_back()
         self.paged.close()
         self._machinery = self._activation_part = self._activation_stager = None
 
@@ -327,8 +312,6 @@ class Paging:
         self.check_thread()
         began = self.policy.in_pass or self._in_use or self._broken
         root_may_run = at_root and not began
-        if began or is_in_pass(model, root_may_run=root_may_run):
-            self.parameters.lending.take_back()
         unfinished = abandon_unfinished_pass(model, root_may_run=root_may_run)
         if unfinished and self.paged.health.state is Health.PART_STEPPED:
             self.paged.health.tear("a backward that an exception ended")
@@ -360,9 +343,6 @@ class Paging:
                 self._idle_threads.begin_pass(self.paged.stager.io.stall_seconds)
             else:
                 self._idle_threads.leave_step()
-
-    def _begin_group(self, group: PagedGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.parameters.lending.begin_forward(group)
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward() and self.paged.health.state is Health.PART_STEPPED:
@@ -440,14 +420,6 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _whole_bytes(paged: PagedModel) -> float:
-    """What the pool takes to hold all of a model at once, beside groups that come and go; infinite where it would not be in
-    the form in which it is computed with."""
-    as_computed = all(shard.lies_in(paged.compute_dtype) for shard in paged.shards if shard.resident is None)
-    nbytes = [group.chunk.lease_bytes for group in paged.groups if group.chunk is not None]
-    return whole_bytes(nbytes) if as_computed and not paged.layout.cached_bytes else math.inf
 
 
 def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: Sequence[int]) -> None:

@@ -31,7 +31,6 @@ from infinity.fsdp2.sharding import in_backward
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
 from infinity.swap.group import GroupState, PagedGroup
-from infinity.swap.lending import Lending
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.shard import PagedShard
@@ -42,7 +41,7 @@ class ParameterLap:
     """Moves the compute parameters of one model.
 
     policy: what to stage when. ahead: which groups go to the device before they are gathered, where that has memory of its
-    own. lending: which groups are computed with where they are staged.
+    own.
     alone: whether the model is sharded over one rank, on which FSDP2 gathers a group as soon as it has it.
     """
 
@@ -51,13 +50,12 @@ class ParameterLap:
         paged: PagedModel,
         policy: StagingPolicy,
         ahead: DeviceAhead | None,
-        lending: Lending,
         *,
         alone: bool,
     ) -> None:
         self._paged, self._policy, self._alone = paged, policy, alone
         self._stager = paged.stager
-        self.ahead, self.lending = ahead, lending
+        self.ahead = ahead
         self._asked: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
         self._experts: list[PagedGroup] = []
@@ -80,17 +78,12 @@ class ParameterLap:
         timeline = self._stager.timeline
         if timeline is not None:
             timeline.gathered(shard.group.name, at_once=self._alone)
-        self.freed(shard)
-
-    def freed(self, shard: PagedShard) -> None:
-        """FSDP2 no longer needs the bytes that it was given for a shard."""
         group = shard.group
         last = not group.delivery.given and shard.index == group.shards[-1]
         if shard.resident is None:
             last = group.delivery.report(shard.index)
             if last:
                 self._give_back(group)
-                self.lending.end(group)
         if last:
             self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
@@ -126,7 +119,7 @@ class ParameterLap:
     def give_back_copied(self) -> None:
         """The lease of the group that was asked for last goes back, if FSDP2 has copied all of it."""
         group = self._asked
-        if group is not None and group not in self.lending and group.delivery.state is GroupState.DELIVERED:
+        if group is not None and group.delivery.state is GroupState.DELIVERED:
             self._give_back(group)
             group.delivery.report_all()
 
@@ -160,7 +153,6 @@ class ParameterLap:
                 else:
                     group.start_h2d(stager.device)
             delivery.arrive()
-        delivery.lent = shard.resident is None and self.lending.lend(group)
 
     def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
         if in_backward():

@@ -320,7 +320,7 @@ class PendingUpdates:
 
     def _check_unwritten(self, sub: PagedSubGroup) -> None:
         """Raise IntegrityError if compute parameters of a sub-group were written to without a trace in the lease of its group,
-        where they are gathered: see [Note: Gathering alone] in infinity/fsdp2/unsharded.py. They are read again then."""
+        where they are gathered: see [Note: Gathering alone] in shard.py. They are read again then."""
         group, stager = self.group_of(sub), self._stager
         if (
             group is None

@@ -212,9 +212,7 @@ def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:
 
 def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: int) -> int:
     """How often a step reads a group's compute parameters less if they stay staged: see [Note: Staying staged]. `gathers`: by
-    each micro-batch. 0 where nothing is trained, as an evaluation chooses by itself what stays."""
-    if not any(shard.trained for shard in layout.shards):
-        return 0
+    each micro-batch."""
     trained = [sub for sub in layout.by_space[group] if sub.trained]
     if not trained:
         return gathers

@@ -1,4 +1,15 @@
-"""The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them."""
+"""The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them.
+
+[Note: Gathering alone]
+Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own, as it does over several. On a
+CPU there are two other ways. FSDP2 is given a tensor without elements for both, and the parameter has them afterwards, in
+`fsdp_post_all_gather`:
+
+  * filled: in a model that is only run. The parameter's memory is set from the lease, once; a coded parameter is decoded there.
+  * lodged: a group that stays staged has its elements at the same place whenever they are gathered, and that place is the
+    parameter's memory for good. No byte is moved, and autograd's views find the elements there. They may change there once
+    FSDP2 has freed the parameter. A training finds a write past torch, too, by the checksums of trained parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +20,6 @@ from functools import cached_property
 
 import torch
 
-from infinity.fsdp2.unsharded import UnshardedMemory
 from infinity.optim.coded_moments import blocks_of, decode, encode
 from infinity.optim.kernel import join, split
 from infinity.optim.small_moments import key_of
@@ -52,10 +62,9 @@ class PagedShard:
     shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
     to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `first`: the number of
     its first element in the whole parameter. `resident` is its
-    compute parameter where that stays in host memory (1-D, padded). `unsharded`: the memory of the gathered parameter where the
-    model is sharded over one rank, once it was gathered. `lodged`: whether that is where it is staged, for good: see [Note:
-    Gathering alone] in infinity/fsdp2/unsharded.py. `filled`: whether it was ever given values. `stepped`:
-    whether its moments were ever written; if not, they read as zero.
+    compute parameter where that stays in host memory (1-D, padded). `lodged`: whether the gathered parameter has its memory
+    where the group is staged. `filled`: whether it was ever given values. `stepped`: whether its moments were ever written; if
+    not, they read as zero.
     """
 
     name: str
@@ -71,7 +80,6 @@ class PagedShard:
     values: Values = field(repr=False)
     first: int = 0
     resident: torch.Tensor | None = field(default=None, repr=False)
-    unsharded: UnshardedMemory | None = field(default=None, repr=False)
     lodged: bool = False
     filled: bool = False
     stepped: bool = False
@@ -100,13 +108,14 @@ class PagedShard:
         """Set `out` (1-D, padded, in the dtype of compute) from `elements`."""
         out.copy_(self.elements(piece))
 
-    def lies_in(self, dtype: torch.dtype) -> bool:
-        """Whether `elements` is what is computed with in this dtype."""
-        return self.gathered_dtype == dtype
-
     def may_lodge(self, dtype: torch.dtype) -> bool:
         """Whether what is staged of it can be the memory of a parameter that is gathered in this dtype."""
-        return self.resident is None and self.padded_shape.numel() > 0 and self.lies_in(dtype)
+        return self.resident is None and self.padded_shape.numel() > 0 and self.gathered_dtype == dtype
+
+    def lodge(self, piece: torch.Tensor) -> torch.Tensor:
+        """`elements`, with a storage that ends where they do."""
+        elements = self.elements(piece)
+        return torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)
 
     def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
