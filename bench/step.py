@@ -59,8 +59,7 @@ COMPARED = ("torch", "deepspeed")
 
 DRIVE_SECONDS = 0.7
 WARM_UP_ROUNDS = 5
-"""Not counted, whenever the processes have just started. From the sixth step on OpenMP's idle threads sleep where the drive
-bounds the step, which changes CPU seconds by a fifth."""
+"""Not counted, whenever the processes have just started."""
 
 _ORDERED = (
     "batch_size",

@@ -302,18 +302,6 @@ class Engine:
     def __enter__(self) -> Engine: ...
     def __exit__(self, *exception: object) -> None: ...
 
-class EarlySleep:
-    """Until its end, threads of torch's OpenMP runtime sleep almost at once where they wait: see csrc/base/openmp.h.
-
-    Does nothing where torch isn't loaded, its runtime isn't GNU's, or the system has no threads to give. One call at a time.
-    """
-
-    def __init__(self, threads: int) -> None:
-        """Start `threads` threads that only sleep: as many as CPUs, at least 2."""
-
-    def end(self) -> None:
-        """These threads end. Any number of times."""
-
 def probe() -> list[tuple[str, bool, str]]:
     """(backend, available, reason) for every backend, best first; the reason says what would help."""
 

@@ -14,7 +14,6 @@ CASES_IN_EVERY_RUN = {
     "activations/test_saved_tensors.py::test_shapes_that_vary_take_what_the_largest_step_takes": 1,
     "activations/test_saved_tensors.py::test_training_is_the_same_bit_for_bit": 1,
     "aio/test_checksums.py::test_any_order_of_writes_and_reads_verifies": 4,
-    "aio/test_early_sleep.py::test_a_system_that_has_no_threads_to_give_ends_nothing": 0,
     "checkpoint/test_arena_checkpoint.py::test_a_program_that_ends_without_closing_leaves_what_it_saved": 0,
     "checkpoint/test_arena_checkpoint.py::test_a_save_that_is_killed_leaves_the_last_checkpoint": 0,
     "checkpoint/test_arena_checkpoint.py::test_an_older_checkpoint_goes_only_after_the_new_one_was_read_back": 1,

@@ -20,7 +20,6 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "base/crc32c.h"
-#include "base/openmp.h"
 
 namespace py = pybind11;
 
@@ -386,23 +385,6 @@ void bind_engine(py::module_& module) {
       });
 }
 
-// Until its end, as Python keeps objects for longer than a block.
-class PyEarlySleep {
- public:
-  explicit PyEarlySleep(int threads) : sleep_(std::make_unique<EarlySleep>(threads)) {}
-  void end() { sleep_.reset(); }
-
- private:
-  std::unique_ptr<EarlySleep> sleep_;
-};
-
-void bind_early_sleep(py::module_& module) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<PyEarlySleep>(module, "EarlySleep", py::is_final(), "Idle OpenMP threads sleep at once until its end.")
-      .def(py::init<int>(), py::arg("threads"), NoGil())
-      .def("end", &PyEarlySleep::end, NoGil());
-}
-
 py::list probe() {
   py::list list;
   for (const BackendProbe& one : probe_backends()) list.append(py::make_tuple(one.name, one.available, one.reason));
@@ -433,7 +415,6 @@ PYBIND11_MODULE(_aio, module) {
   aio::bind_files(module);
   aio::bind_transfer(module);
   aio::bind_engine(module);
-  aio::bind_early_sleep(module);
   module.def("probe", &aio::probe);
   module.def("crc32c_ways", [] {
     py::list names;

@@ -101,7 +101,7 @@ bool Transfer::wait_with_team_for(std::chrono::microseconds limit) {
   if (wait_for(alone)) return true;
   limit -= alone;
   Parallel parallel = openmp_parallel();
-  if (parallel == nullptr || EarlySleep::any()) return wait_for(limit);
+  if (parallel == nullptr) return wait_for(limit);
   struct Wait {
     Transfer& transfer;
     std::chrono::microseconds limit;

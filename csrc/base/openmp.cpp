@@ -7,8 +7,6 @@
 #include <atomic>
 #include <cstring>
 #include <string>
-#include <system_error>
-#include <vector>
 
 #include "base/process.h"
 
@@ -16,8 +14,6 @@ namespace infinity {
 namespace {
 
 const ForkGuard loaded;
-
-std::atomic<int> sleeping_early{0};
 
 bool is_called(const char* path, const char* beginning) {
   const char* name = std::strrchr(path, '/');
@@ -41,21 +37,6 @@ void* find_parallel() {
   return is_gnus ? parallel : nullptr;
 }
 
-// Whether the system has so many threads to give at once.
-bool can_start(int threads) {
-  Gate over;
-  std::vector<std::thread> started;
-  bool all = true;
-  try {
-    for (int i = 0; i < threads; ++i) started.emplace_back([&over] { over.wait(); });
-  } catch (const std::system_error&) {
-    all = false;
-  }
-  over.open();
-  for (std::thread& one : started) one.join();
-  return all;
-}
-
 }  // namespace
 
 Parallel openmp_parallel() {
@@ -67,37 +48,6 @@ Parallel openmp_parallel() {
     known.store(parallel, std::memory_order_release);
   }
   return reinterpret_cast<Parallel>(parallel);
-}
-
-EarlySleep::EarlySleep(int threads) {
-  Parallel parallel = openmp_parallel();
-  if (parallel == nullptr) return;
-  Sleepers& sleepers = *sleepers_;
-  try {
-    sleepers.first =
-        start_io_thread("inf-sleeper", [&sleepers, parallel, threads] { sleepers.run(parallel, threads); });
-  } catch (const std::system_error&) {
-    return;
-  }
-}
-
-void EarlySleep::Sleepers::run(Parallel parallel, int threads) noexcept {
-  if (!can_start(threads - 1)) return;
-  parallel([](void*) {}, nullptr, static_cast<unsigned>(threads), 0);
-  came = true;
-  ++sleeping_early;
-  over.wait();
-}
-
-EarlySleep::Sleepers::~Sleepers() {
-  if (!first.joinable()) return;
-  over.open();
-  first.join();
-  if (came) --sleeping_early;
-}
-
-bool EarlySleep::any() noexcept {
-  return sleeping_early > 0;
 }
 
 }  // namespace infinity

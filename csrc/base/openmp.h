@@ -1,10 +1,6 @@
 // The OpenMP runtime that is in this process already: torch's, where that is GNU's.
 #pragma once
 
-#include <thread>
-
-#include "base/process.h"
-
 namespace infinity {
 
 // Calls `body(data)` on `threads` threads, the caller among them, and returns when all calls have. `body` must not
@@ -29,39 +25,5 @@ constexpr unsigned kWholeTeam = 0;
 // it sleeps at a gate that this thread opens when the bytes are there. None of it waits for a lock that the others
 // want.
 Parallel openmp_parallel();
-
-// While one of these exists, the runtime's threads go to sleep almost at once where they wait. Does nothing where
-// `openmp_parallel` is null, or the system has no threads to give.
-//
-// [Note: Early sleep]
-// A thread of a team spins 300 000 times before it sleeps, but 100 times where the runtime has more threads than the
-// process had processors when it was loaded (libgomp's manual, "GOMP_SPINCOUNT"). So some that only sleep send the
-// others to sleep. Each operation wakes them, which takes longer than to find them spinning: good where something else
-// takes longer still. Nobody has to take them along into a wait then.
-//
-// The runtime ends the process where it gets no thread. So as many are started, and ended, before it is asked for them.
-class EarlySleep {
- public:
-  // `threads`: how many to start, as many as processors and at least 2: with the caller's team that is more than
-  // processors. They come in a while.
-  explicit EarlySleep(int threads);
-  // They end; the first is waited for.
-  ~EarlySleep() = default;
-  EarlySleep(const EarlySleep&) = delete;
-  EarlySleep& operator=(const EarlySleep&) = delete;
-
-  // Whether the threads of some have come.
-  static bool any() noexcept;
-
- private:
-  struct Sleepers {
-    ~Sleepers();
-    void run(Parallel parallel, int threads) noexcept;
-    Gate over;
-    std::thread first;  // the others are those of its team
-    bool came = false;  // written by the first
-  };
-  OwnedByProcess<Sleepers> sleepers_{std::make_unique<Sleepers>()};
-};
 
 }  // namespace infinity

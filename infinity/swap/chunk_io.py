@@ -23,11 +23,6 @@ class ChunkIo:
         """Whether the arena keeps checksums."""
         return self._arena.file.checked
 
-    @property
-    def stall_seconds(self) -> float:
-        """For how long somebody has waited for the engine's drives, in all."""
-        return self._engine.stall_seconds
-
     def start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> list[Transfer]:
         """Start to read `chunk.reads` into `lease`."""
         requests = [self._request("read", lease, span, priority) for span in chunk.reads]

@@ -50,7 +50,6 @@ from infinity.store.layout import Field
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
-from infinity.swap.idle_threads import IdleThreads
 from infinity.swap.machinery import Machinery
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
@@ -111,7 +110,6 @@ class Paging:
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead()
         self.parameters = ParameterLap(paged, self.policy, ahead, alone=alone)
-        self._idle_threads = IdleThreads(compute_here=not self.device.is_discrete)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -228,7 +226,6 @@ class Paging:
                 self.timeline.steps += 1
             self.parameters.look_ahead()
             self.parameters.start_ahead(update=False)  # the step returns at once
-            self._idle_threads.end_step(self.paged.stager.io.stall_seconds)
 
     # Who may be in here.
 
@@ -268,7 +265,6 @@ class Paging:
         lap stay as they are.
         """
         with self._lock:
-            self._idle_threads.leave_step()
             if self.paged.health.state is not Health.CLOSED:
                 leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
                 if self._activation_part is not None:
@@ -282,7 +278,6 @@ class Paging:
     def close(self) -> None:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
         self.waiting_gradients.forget(range(len(self.paged.shards)))
-        self._idle_threads.leave_step()
         self.paged.close()
         self._machinery = self._activation_part = self._activation_stager = None
 
@@ -339,10 +334,6 @@ class Paging:
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
             self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
-            if trains:
-                self._idle_threads.begin_pass(self.paged.stager.io.stall_seconds)
-            else:
-                self._idle_threads.leave_step()
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward() and self.paged.health.state is Health.PART_STEPPED:
