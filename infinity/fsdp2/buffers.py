@@ -12,16 +12,10 @@ failed its blocks are never lent again, as gloo may still be writing to them.
 
 Over one rank FSDP2 copies what goes into a reduction to what comes out of it. It is given the same tensor for both, and torch's
 copy of a tensor to itself does nothing. Where gradients needn't stay in `.grad`, it is given none at all: see uncopied.py.
-
-[Note: Huge pages]
-A parameter is allocated anew in each gather. glibc reuses blocks of up to 32 MiB; each larger one is a mapping of its own,
-whatever thresholds are set, and its faults take longer than the copy. So these are put into huge pages, with a fault for each
-2 MiB. (To have glibc keep large blocks, M_MMAP_MAX, is as fast, and takes twice the memory.)
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import weakref
@@ -30,46 +24,9 @@ from typing import Any
 
 import torch
 
-from infinity.fsdp2.private import DefaultAllGather, DefaultReduceScatter, _fsdp_param, _fsdp_param_group
+from infinity.fsdp2.private import DefaultAllGather, DefaultReduceScatter
 from infinity.fsdp2.sharding import ShardedGroup, replace_collectives
 from infinity.fsdp2.uncopied import UncopiedBuffer
-from infinity.units import align_up
-
-_MAPPED_BYTES = 32 << 20
-"""glibc maps each block above this for itself (HEAP_MAX_SIZE / 2)."""
-
-_HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
-_madvise = getattr(ctypes.CDLL(None), "madvise", None)
-
-
-def _advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Have the memory of a tensor that was just allocated in huge pages, if it is large and the CPU's."""
-    if tensor.nbytes <= _MAPPED_BYTES or tensor.device.type != "cpu" or _madvise is None:
-        return
-    address = tensor.untyped_storage().data_ptr()
-    begin = align_up(address, _HUGE_PAGE_BYTES)
-    end = (address + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)  # refused: small pages
-
-
-def use_huge_pages() -> None:
-    """From now on FSDP2 allocates large parameters in huge pages, where the kernel has them. Idempotent."""
-    for module in (_fsdp_param, _fsdp_param_group):
-        original = getattr(module, "alloc_storage", None)
-        if original is not None and not isinstance(original, _HugeStorage):
-            module.alloc_storage = _HugeStorage(original)  # type: ignore[attr-defined]
-
-
-class _HugeStorage:
-    """Allocates a tensor's storage as `original` does, and advises huge pages for it."""
-
-    def __init__(self, original: Callable[[Any], None]) -> None:
-        self._original = original
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        self._original(tensor)
-        _advise_huge_pages(tensor)
 
 
 def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool, copies: bool = True) -> ReusedBuffers:

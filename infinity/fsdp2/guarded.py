@@ -31,7 +31,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import InfinityError
-from infinity.fsdp2.private import FSDPParamGroup, FSDPState, TrainingState, collect_grad_tensors
+from infinity.fsdp2.gathered_memory import GatheredMemory
+from infinity.fsdp2.private import (
+    FSDPParam,
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    collect_grad_tensors,
+    free_storage,
+)
 
 
 def guard(model: nn.Module) -> None:
@@ -43,6 +51,7 @@ def guard(model: nn.Module) -> None:
     assert isinstance(model, FSDPModule)
     states = list(dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)))
     keeps_gathered = not any(parameter.requires_grad for parameter in model.parameters())
+    memory = GatheredMemory()
     with outside_inference_mode():
         for state in states:
             state.__class__ = GuardedState
@@ -51,7 +60,7 @@ def guard(model: nn.Module) -> None:
             for group in state._fsdp_param_groups:
                 group._to_sharded()
                 group.__class__ = GuardedGroup
-                cast(GuardedGroup, group).begin(state, keeps_gathered=keeps_gathered)
+                cast(GuardedGroup, group).begin(state, memory, keeps_gathered=keeps_gathered)
         model._get_fsdp_state()._lazy_init()
     for module in model.modules():
         module._register_load_state_dict_pre_hook(_copy_when_loading)
@@ -123,8 +132,8 @@ class GuardedState(FSDPState):
 class GuardedGroup(FSDPParamGroup):
     """The parameters of one `fully_shard` call."""
 
-    def begin(self, state: FSDPState, *, keeps_gathered: bool) -> None:
-        """Nothing of the group was ever gathered; FSDP2 looks at its parameters anew."""
+    def begin(self, state: FSDPState, memory: GatheredMemory, *, keeps_gathered: bool) -> None:
+        """Nothing of the group was ever gathered; FSDP2 looks at its parameters anew. `memory`: for what a CPU gathers."""
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
         self.before_reduction: Callable[[], object] = bool
         """Called before gradients are reduced; an exception of it leaves them unreduced."""
@@ -138,8 +147,8 @@ class GuardedGroup(FSDPParamGroup):
         """Names of the gathered parameters that were written to since."""
         self._reset_sharded_params = False
         for parameter in self.fsdp_params:
-            parameter.all_gather_outputs = []
-            vars(parameter).pop("_unsharded_param", None)
+            parameter.__class__ = GuardedParameter
+            cast(GuardedParameter, parameter).begin(memory)
 
     def unreduced(self) -> list[torch.Tensor | None]:
         """The gradients of what was ever gathered, as autograd left them."""
@@ -223,6 +232,32 @@ class GuardedGroup(FSDPParamGroup):
             if now != version:
                 self._versions[parameter] = now
                 self._written.append(parameter._param_fqn)
+
+
+class GuardedParameter(FSDPParam):
+    """One of them: see gathered_memory.py."""
+
+    def begin(self, memory: GatheredMemory) -> None:
+        """Nothing of it was ever gathered."""
+        self._memory = memory
+        self.all_gather_outputs = []
+        vars(self).pop("_unsharded_param", None)
+
+    def init_all_gather_outputs(
+        self, numels: list[int], dtypes: list[torch.dtype], ranks: int, device: torch.device
+    ) -> None:
+        if device.type == "cpu" and not self.all_gather_outputs:
+            self.all_gather_outputs = [
+                self._memory.tensor(ranks * numel, dtype) for numel, dtype in zip(numels, dtypes, strict=True)
+            ]
+        super().init_all_gather_outputs(numels, dtypes, ranks, device)
+        for tensor in self.all_gather_outputs:
+            self._memory.fill(tensor)
+
+    def free_unsharded_param(self) -> None:
+        for tensor in (*self.all_gather_outputs, *self._unsharded_inner_tensors):
+            if not self._memory.free(tensor):
+                free_storage(tensor)
 
 
 def _call_hooks(parameter: weakref.ref[Any], grad: torch.Tensor) -> torch.Tensor:

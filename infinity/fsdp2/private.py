@@ -21,6 +21,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
     FSDPParam = _fsdp_param.FSDPParam
+    free_storage = _fsdp_param.free_storage
     collect_grad_tensors = _fsdp_param_group.collect_grad_tensors
     FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
 except (ImportError, AttributeError) as error:
@@ -34,13 +35,13 @@ __all__ = [
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
     "ReduceScatter",
     "TrainingState",
-    "_fsdp_param",
-    "_fsdp_param_group",
     "collect_grad_tensors",
+    "free_storage",
 ]
 
 COPIES_IN = frozenset(
@@ -66,6 +67,7 @@ USED: dict[type, tuple[str, ...]] = {
     FSDPParam: (
         *("_unsharded_param", "sharded_param", "sharded_size", "unsharded_accumulated_grad"),
         *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor", "all_gather_outputs", "_param_fqn"),
+        *("init_all_gather_outputs", "free_unsharded_param", "_unsharded_inner_tensors"),
     ),
 }
 """What is asked of each class beside what it promises."""

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.experts import Expert
 from infinity.fsdp2.guarded import set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
-from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, FSDPParamGroup, ReduceScatter
+from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 
 
 def reshard(model: nn.Module) -> None:
@@ -185,7 +186,7 @@ class ShardedGroup:
     def outline(self) -> GroupOutline:
         """What can be said of it before it is sharded."""
         outlines = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
-        return GroupOutline(self.name, tuple(outlines), self.gathers)
+        return GroupOutline(self.name, tuple(outlines), self.gathers, isinstance(self.module, Expert))
 
 
 @dataclass(frozen=True)
@@ -199,11 +200,12 @@ class ParameterOutline:
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """A group, sharded or about to be. `gathers`: see ShardedGroup."""
+    """A group, sharded or about to be. `gathers`: see ShardedGroup. `is_expert`: see experts.py."""
 
     name: str
     parameters: tuple[ParameterOutline, ...]
     gathers: int
+    is_expert: bool = False
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -234,11 +236,17 @@ def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
 def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
     """The groups that a model will have when `fully_shard` is applied to each of `wrap` and to the root."""
     chosen = {*wrap, model}
-    owners = dict.fromkeys(clean_name(name) for name, module in model.named_modules() if module in chosen)
+    owners = {
+        clean_name(name): isinstance(module, Expert) for name, module in model.named_modules() if module in chosen
+    }
     members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
         members[owner_of(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
-    return [GroupOutline(owner or "root", tuple(group), 2 if owner else 1) for owner, group in members.items() if group]
+    return [
+        GroupOutline(owner or "root", tuple(group), 2 if owner else 1, owners[owner])
+        for owner, group in members.items()
+        if group
+    ]
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
@@ -300,20 +308,10 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
         module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
 
 
-def gathers_nothing_alone() -> bool:
-    """Whether this torch gathers nothing over one rank, so that a parameter's elements may come afterwards."""
-    return "_all_gather_output" in FSDPParamGroup.__init__.__code__.co_names
-
-
 def is_in_forward(module: nn.Module | FSDPModule) -> bool:
     """Whether a forward of the group's module is going on, or about to."""
     assert isinstance(module, FSDPModule)
     return bool(module._get_fsdp_state()._training_state.name == "FORWARD")
-
-
-def is_running(module: FSDPModule) -> bool:
-    """Whether a pass through the group is going on, or was ended by an exception."""
-    return any(group._training_state.name != "IDLE" for group in param_groups_of(module._get_fsdp_state()))
 
 
 def forget_gathered(module: FSDPModule) -> None:

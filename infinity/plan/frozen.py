@@ -42,7 +42,7 @@ assumption."""
 
 GATHER_TRAFFIC = 2
 """How often a gathered byte passes through memory before it is computed with: read, and written where it is gathered. Not where
-it is lent."""
+it is staged for good."""
 
 IN_TURNS = "in turns"
 """The resource of what compute waits for: it, and the drive or the link for routed experts."""
@@ -199,9 +199,8 @@ def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> Frozen
 def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
     model, tokens = work.model, work.ranks * work.samples
     groups, gathered = (FrozenGroups.of(work, tokens=tokens, base_bits=bits) for bits in (asked.base_bits, 16))
-    lends = machine.device_is_host and work.ranks == 1 and asked.base_bits == 16
     device = {
-        "gathered groups": gathered.root_bytes if lends else _gathered_bytes(work, gathered),
+        "gathered groups": _gathered_bytes(work, gathered),
         "keys and values": model.cache_bytes(work.samples),
         "logits": model.logits_bytes(work.samples) // model.seq,
     }
@@ -209,9 +208,10 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
     always, experts = groups.round_read_bytes(pinned.look_ahead_room(pool, groups.largest_bytes))
     gathers, written = (each.expected_bytes - each.root_bytes for each in (groups, gathered))
     busy = _moving_seconds(machine, always + experts, gathers)
-    traffic = gathers + written if asked.base_bits < 16 else 0.0
-    if work.ranks > 1 or (asked.base_bits == 16 and not lends):
-        traffic += GATHER_TRAFFIC * work.ranks * written
+    stays = machine.device_is_host and work.ranks == 1 and asked.base_bits == 16
+    traffic = GATHER_TRAFFIC * work.ranks * (min(written, always + experts) if stays else written)
+    if asked.base_bits < 16:
+        traffic += gathers + written
     flops_seconds = 2 * work.samples * model.active_numel / machine.flops_per_s
     busy["compute"] = (
         max(flops_seconds, work.ranks * gathered.expected_bytes / _memory_bytes_per_s(machine))

@@ -57,9 +57,6 @@ class ForeignShard(PagedShard):
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         return as_elements(piece[self.place], self.gathered_dtype)
 
-    def may_lodge(self, dtype: torch.dtype) -> bool:
-        return super().may_lodge(dtype) and self.place.start % dtype.itemsize == 0
-
     def _are_there(self, there: torch.Tensor, values: torch.Tensor) -> bool:
         return torch.equal(there.view(torch.int32), values.contiguous().view(torch.int32))
 
@@ -96,15 +93,11 @@ class CodedShard(ForeignShard):
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         out = torch.empty(self.padded_shape.numel(), dtype=self.gathered_dtype, device=piece.device)
-        self.copy_elements(piece, out)
-        return out
-
-    def copy_elements(self, piece: torch.Tensor, out: torch.Tensor) -> None:
         self._decode([piece[place] for place in self.places], self.rows.first, out[: self.shape.numel()])
         out[self.shape.numel() :].zero_()
+        return out
 
-    def may_lodge(self, dtype: torch.dtype) -> bool:
-        return False
+    is_lodged = False
 
     def _are_there(self, there: torch.Tensor, values: torch.Tensor) -> bool:
         """But for the rounding: they may be of a run with another dtype of compute."""

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from infinity.device import CopyEvent, Device, InFlightCopy
-from infinity.fsdp2.sharding import is_running
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
@@ -171,8 +170,7 @@ class PagedGroup:
     chunk: Chunk | None = None
     foreign: ForeignReads = field(default_factory=ForeignReads, repr=False)
     lodges: bool = False
-    """Whether it stays, and gathered parameters of it have their memory where it is staged: see [Note: Gathering alone] in
-    shard.py."""
+    """Whether it may be gathered where it is staged: see [Note: Gathered where it is staged] in shard.py."""
     cached: torch.Tensor | None = field(default=None, repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
     delivery: Delivery = field(default_factory=Delivery)
@@ -263,7 +261,6 @@ class PagedGroup:
 
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
-        self.free_lodged()
         self.delivery.forget_delivery()
         if self.cached is not None:
             self.delivery.wait_copied()
@@ -280,12 +277,6 @@ class PagedGroup:
             assert self.chunk is not None
             stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)
         self.delivery.forget_delivery()
-
-    def free_lodged(self) -> None:
-        """FSDP2 frees what it still has gathered where the chunk is staged, which is about to change."""
-        module = self.sharded_module
-        if self.lodges and module is not None and not is_running(module):
-            module.reshard()
 
     def forget_resident(self) -> None:
         """What stays in host memory is about to change: what the device was given is stale, and it has copied it after this."""

@@ -19,12 +19,11 @@ from torch import nn
 from infinity.aio import DriveStats, IoSettings
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
-from infinity.fsdp2.buffers import reuse_buffers, use_huge_pages
+from infinity.fsdp2.buffers import reuse_buffers
 from infinity.fsdp2.materialize import frozen_in_files
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     gathered_dtype,
-    gathers_nothing_alone,
     outlined_groups,
     release,
     sharded_groups,
@@ -210,10 +209,7 @@ class SwapManager:
                 compute_dtype=dtype,
                 options=options,
                 staying=staying,
-                lodge=mesh.size() == 1
-                and not self._device.is_discrete
-                and gathers_nothing_alone()
-                and machinery.arena.file.checked,
+                lodge=mesh.size() == 1 and not self._device.is_discrete,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
@@ -230,7 +226,6 @@ class SwapManager:
         paging.install(model, groups, replacements)
         if not self._device.is_discrete:
             reuse_buffers(groups, alone=alone, copies=not paging.waiting_gradients.takes_all)
-            use_huge_pages()
         return paging
 
     def check_fits(

@@ -24,7 +24,6 @@ from infinity.swap.chunk import Span
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_optimizer import PagedOptimizer, Piece
-from infinity.swap.pending_updates import written_past_torch
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.units import PAGE_BYTES
 
@@ -129,10 +128,6 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         _step_in_one_pass(sub, settings, batch, lease, sums)
         if sums.wrong_page is not None:
             at = sums.wrong_page * PAGE_BYTES
-            if sub.staged is not None:  # the old compute parameters are those that were gathered
-                compute = sub.locations[Field.COMPUTE]
-                if compute.offset <= at < compute.offset + compute.nbytes:
-                    raise written_past_torch(sub.chunk.name)
             io.verify(sub.chunk, Span(start + at, at, PAGE_BYTES))
             raise InfinityError(
                 f"a page of {sub.chunk.name} failed its checksum, and then didn't: the memory of this machine can't be trusted"

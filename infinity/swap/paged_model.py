@@ -44,7 +44,7 @@ class PagedModel:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
         options: when groups are updated; the defaults where None.
         staying: the groups, by number, whose compute parameters stay staged; lodge: where they are the memory of gathered
-            parameters.
+            parameters if they are frozen.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         foreign: files of the user, in which shards rest that have `Shard.foreign`.
@@ -113,8 +113,6 @@ class PagedModel:
         )
         self._residents: HostBuffer | None = None
         self.shards = self._make_shards(shapes, shard_rank, host_memory)
-        for shard in self.shards:
-            shard.lodged = shard.group.lodges and shard.may_lodge(compute_dtype)
 
     @property
     def foreign_names(self) -> frozenset[str]:

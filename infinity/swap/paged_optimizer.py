@@ -126,7 +126,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.lap.check_unused()
             self._check_used(grad_scale)
             self._paging.finish_updates()
-            self._paging.paged.updates.check_unwritten()
             self.take_gradients()
 
     @torch.no_grad()
@@ -391,7 +390,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):
-            self._paging.paged.updates.verify(sub)
+            self._paging.paged.stager.io.verify(sub.chunk)
             self._step_pieces(sub, batches, lease)
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:

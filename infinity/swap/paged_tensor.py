@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
-from infinity.fsdp2.sharding import local_of
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap.shard import PagedShard
 from infinity.swap.values import RANGE_NUMEL
@@ -56,9 +55,6 @@ class Gatherer(Protocol):
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
-
-    fills_parameters: bool
-    """Whether FSDP2 gathers nothing of the model: see [Note: Gathering alone] in shard.py."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The bytes (1-D) on the device among which the shard's compute parameter is, its group in use."""
@@ -145,13 +141,12 @@ class PagedTensor(ElsewhereTensor):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor | None]:
-        """The padded shard in the dtype of compute; as metadata where nothing is gathered ([Note: Gathering alone] in
-        shard.py)."""
+        """The padded shard in the dtype of compute; what it is among, as metadata, where FSDP2 is to copy nothing."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
         piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
-        if self._gatherer.fills_parameters or shard.lodged:
-            return (torch.empty(0, dtype=dtype, device=piece.device),), piece
+        if shard.is_lodged:
+            return (torch.empty(0, dtype=dtype),), piece
         elements = shard.elements(piece).to(dtype)
         return (elements.view(shard.padded_shape) if elements.numel() else elements,), None  # FSDP2 takes no (-1, 0)
 
@@ -165,25 +160,12 @@ class PagedTensor(ElsewhereTensor):
         param_dtype: torch.dtype,
         *,
         out: nn.Parameter | None = None,
-    ) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
+    ) -> tuple[torch.Tensor, tuple[()]] | None:
         """The gathered parameter is in FSDP2's own buffer, and ours is free now; or it lies in ours."""
-        shard = self._shard
-        gathered: tuple[torch.Tensor, tuple[Any, ...]] | None = None
-        if metadata is None:
-            gathered = (all_gather_outputs[0], ()) if out is None else None
-        elif shard.lodged:
-            if out is None:
-                gathered = (shard.lodge(metadata), ())
-        else:
-            if out is None:
-                memory = torch.empty(shard.padded_shape.numel(), dtype=param_dtype, device=metadata.device)
-                gathered = (memory, (memory,))
-            else:
-                memory = local_of(out)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(memory):
-                shard.copy_elements(metadata, memory.detach().view(-1))
-        self._gatherer.gathered(shard)
-        return gathered
+        self._gatherer.gathered(self._shard)
+        if out is not None:
+            return None
+        return all_gather_outputs[0] if metadata is None else self._shard.lodge(metadata), ()
 
     def apply_(self, function: Any) -> Any:
         self.store(self.materialize().apply_(function))

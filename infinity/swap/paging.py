@@ -34,7 +34,6 @@ from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
     forget_gathered,
-    gathers_nothing_alone,
     guard_state_dict,
     in_backward,
     install,
@@ -91,8 +90,6 @@ class Paging:
             paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
         """Where its gradients wait for their update."""
-        only_run = not any(shard.trained for shard in paged.shards)
-        self.fills_parameters = only_run and alone and gathers_nothing_alone()
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
         self._room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes

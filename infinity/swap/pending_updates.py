@@ -22,16 +22,14 @@ of which a gradient is missing, or that was used in forward more than once so th
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
 
 from infinity.aio import Lease
-from infinity.errors import IntegrityError
 from infinity.schedule.readahead import in_turn
-from infinity.swap.chunk import ChunkState, Span
+from infinity.swap.chunk import ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.slots import Slots
@@ -98,8 +96,6 @@ class PendingUpdates:
         for group in self._groups:
             waits = any(sub in updates for sub in group.members)
             if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
-                if waits:
-                    group.free_lodged()
                 group.end_gather(stager)
                 if group.chunk is not None:
                     group.chunk.early = ()
@@ -187,7 +183,6 @@ class PendingUpdates:
                 group.forget(stager)
             yield None
             return
-        group.free_lodged()
         group.end_gather(stager)
         home = stager.acquire(group.chunk)
         try:
@@ -275,9 +270,6 @@ class PendingUpdates:
         stager = self._stager
         lease = stager.acquire(sub.chunk)
         try:
-            by_update = sub.layout.split and sub.chunk.verified_by_user
-            if compute is not None and not by_update:
-                self._check_unwritten(sub)
             self._make(sub, update, lease, compute, holds_old=True)
         except BaseException:
             stager.release(sub.chunk, keep=False)
@@ -303,42 +295,6 @@ class PendingUpdates:
                     _copy_to_group(sub, lease, compute)
         finally:
             sub.staged = None
-
-    def verify(self, sub: PagedSubGroup) -> None:
-        """Raise IntegrityError where what is in use of a sub-group is not what was written, or what its update takes from where
-        its group is staged."""
-        self._stager.io.verify(sub.chunk)
-        self._check_unwritten(sub)
-
-    def check_unwritten(self) -> None:
-        """`_check_unwritten` of all that a step is about to update and no update has replaced; nothing is changed before it."""
-        for group in self._groups:
-            if group.chunk is not None and group.chunk.state is ChunkState.STAGED:
-                for sub in group.members:
-                    if sub.layout.trained and sub.chunk not in group.chunk.early:
-                        self._check_unwritten(sub)
-
-    def _check_unwritten(self, sub: PagedSubGroup) -> None:
-        """Raise IntegrityError if compute parameters of a sub-group were written to without a trace in the lease of its group,
-        where they are gathered: see [Note: Gathering alone] in shard.py. They are read again then."""
-        group, stager = self.group_of(sub), self._stager
-        if (
-            group is None
-            or group.chunk is None
-            or not group.lodges
-            or not stager.io.checked
-            or not sub.gathers_from_nvme
-        ):
-            return
-        stager.settle(sub.chunk)  # what is written has its checksums by the end of the write
-        location = sub.locations[sub.layout.gathered]
-        start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
-        try:
-            stager.io.verify(group.chunk, Span(sub.extent.offset + location.offset, start, location.nbytes))
-        except IntegrityError as error:
-            if group.chunk.state is ChunkState.STAGED:
-                group.forget(stager)
-            raise written_past_torch(group.name) from error
 
     # What follows from the states.
 
@@ -393,16 +349,6 @@ class PendingUpdates:
             if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # other bytes than these
                 self._stager.drop(sub.chunk)
             sub.chunk.reads = reads
-
-
-def written_past_torch(name: str) -> IntegrityError:
-    """Of a group or sub-group, whose compute parameters differ from what was read of them."""
-    return IntegrityError(
-        f"parameters of {name} were changed in host memory while they were gathered, past torch (through numpy, DLPack or a "
-        "pointer), or this memory is faulty. The drive holds their true values: call zero_grad(), begin the step again "
-        "with its first micro-batch, and change parameters between passes",
-        errno.EBADMSG,
-    )
 
 
 def _in_turn(moving: list[PagedSubGroup], in_memory: list[PagedSubGroup]) -> list[PagedSubGroup]:

@@ -22,10 +22,11 @@ from infinity.schedule.pinned import (
     PinnedBudget,
     comfortable_bytes,
     gather_bytes,
+    look_ahead_room,
     pipeline_bytes,
     whole_bytes,
 )
-from infinity.schedule.residency import choose_staying
+from infinity.schedule.residency import choose_staying, choose_to_stay
 from infinity.schedule.scheme import MasterWeights, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredParameter, StoredTensor, lay_out
@@ -109,15 +110,21 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     reserved = layout.cached_bytes + options.activation_buffer_bytes
     waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
     comfortable = comfortable_bytes(gather, stepped, waiting)
+    only_run = not any(shard.trained for shard in shards)
     spared = [_spared_reads(layout, options, index, group.gathers) for index, group in enumerate(groups)]
     pinned = pinned_bytes
     if pinned is None:
         held = _held_gradient_bytes(layout, options)
         may_stay = sum(nbytes for nbytes, reads in zip(group_bytes, spared, strict=True) if reads)
         pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held, may_stay) + reserved
-        if not any(shard.trained for shard in shards):  # it is only run: what the pool holds of it is not read again
+        if only_run:  # what the pool holds of it is not read again
             pinned = max(pinned, int(min(whole_bytes(group_bytes) + reserved, memory_bytes // 2)))
-    staying = choose_staying(group_bytes, spared, max(0, pinned - reserved - comfortable))
+    if only_run:
+        always = [index for index, group in enumerate(groups) if not group.is_expert]
+        room_bytes = look_ahead_room(pinned - reserved, largest_bytes)
+        staying = [always[place] for place in choose_to_stay([group_bytes[index] for index in always], room_bytes)]
+    else:
+        staying = choose_staying(group_bytes, spared, max(0, pinned - reserved - comfortable))
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(

@@ -1,14 +1,9 @@
 """The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them.
 
-[Note: Gathering alone]
-Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own, as it does over several. On a
-CPU there are two other ways. FSDP2 is given a tensor without elements for both, and the parameter has them afterwards, in
-`fsdp_post_all_gather`:
-
-  * filled: in a model that is only run. The parameter's memory is set from the lease, once; a coded parameter is decoded there.
-  * lodged: a group that stays staged has its elements at the same place whenever they are gathered, and that place is the
-    parameter's memory for good. No byte is moved, and autograd's views find the elements there. They may change there once
-    FSDP2 has freed the parameter. A training finds a write past torch, too, by the checksums of trained parameters.
+[Note: Gathered where it is staged]
+A frozen group that stays staged has its elements at one place for good, and nothing changes them. On one rank of a CPU that is
+the memory of the gathered parameters, and nothing is copied: FSDP2 gathers a tensor without elements, and the parameter has
+them in `fsdp_post_all_gather`. A forward that writes into such a weight is refused (guarded.py), and the group is read again.
 """
 
 from __future__ import annotations
@@ -61,10 +56,8 @@ class PagedShard:
 
     shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
     to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `first`: the number of
-    its first element in the whole parameter. `resident` is its
-    compute parameter where that stays in host memory (1-D, padded). `lodged`: whether the gathered parameter has its memory
-    where the group is staged. `filled`: whether it was ever given values. `stepped`: whether its moments were ever written; if
-    not, they read as zero.
+    its first element in the whole parameter. `resident` is its compute parameter where that stays in host memory (1-D, padded).
+    `filled`: whether it was ever given values. `stepped`: whether its moments were ever written; if not, they read as zero.
     """
 
     name: str
@@ -80,7 +73,6 @@ class PagedShard:
     values: Values = field(repr=False)
     first: int = 0
     resident: torch.Tensor | None = field(default=None, repr=False)
-    lodged: bool = False
     filled: bool = False
     stepped: bool = False
     gradient: GradientState = GradientState.NONE
@@ -104,13 +96,13 @@ class PagedShard:
         """Its compute parameter (1-D, padded, in the dtype in which it rests) among the bytes of its delivery."""
         return piece[self.place].view(self.gathered_dtype)
 
-    def copy_elements(self, piece: torch.Tensor, out: torch.Tensor) -> None:
-        """Set `out` (1-D, padded, in the dtype of compute) from `elements`."""
-        out.copy_(self.elements(piece))
-
-    def may_lodge(self, dtype: torch.dtype) -> bool:
-        """Whether what is staged of it can be the memory of a parameter that is gathered in this dtype."""
-        return self.resident is None and self.padded_shape.numel() > 0 and self.gathered_dtype == dtype
+    @cached_property
+    def is_lodged(self) -> bool:
+        """Whether the gathered parameter has its memory where it is staged: see [Note: Gathered where it is staged]."""
+        group, dtype = self.group, self.gathered_dtype
+        in_form = dtype == self.values.compute_dtype and self.place.start % dtype.itemsize == 0
+        rests = group.lodges and group.is_frozen and self.resident is None
+        return rests and in_form and self.padded_shape.numel() > 0
 
     def lodge(self, piece: torch.Tensor) -> torch.Tensor:
         """`elements`, with a storage that ends where they do."""

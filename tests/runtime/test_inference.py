@@ -10,11 +10,9 @@ import pytest
 import torch
 from adapted import Case
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 import infinity
 from infinity.errors import ConfigError, InfinityError
-from infinity.fsdp2.unsharded import UnshardedMemory
 
 CASE = Case(width=512)
 
@@ -69,50 +67,6 @@ def test_a_closed_engine_and_a_model_without_generate_are_refused(nvme_path: Pat
     assert torch.is_grad_enabled()
 
 
-def where_it_computes(engine: infinity.InferenceEngine, seen: list[bool], stop_at: int = -1) -> None:
-    """Note for each block whether its weight is in the pool while it runs; `stop_at`: raise in that one."""
-    assert engine.swap is not None and engine.swap._machinery is not None
-    pool = engine.swap._machinery.pool
-    begin = pool.bytes.data_ptr()
-
-    def look(number: int, module: torch.nn.Module) -> None:
-        address = module.first.base.weight.data_ptr()
-        seen.append(begin <= address < begin + pool.nbytes)
-        if number == stop_at:
-            raise ValueError("in the middle of a block")
-
-    for number, block in enumerate(engine.module.blocks):
-        block.norm.register_forward_pre_hook(lambda module, args, n=number, b=block: look(n, b))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_block_computes_where_it_is_staged_and_an_exception_takes_that_back(nvme_path: Path) -> None:
-    weights = adapted.save(nvme_path, CASE)
-    expected, _ = run(weights, "none", rounds=4)
-    with infinity.init_empty():
-        model = adapted.Model(CASE.width)
-    config = {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
-        "infinity": {"wrap": ["Block"], "pinned_bytes_max": "15MiB"},
-    }
-    with infinity.init_inference(model, config, weights=weights) as engine:
-        losses = [engine(adapted.tokens(0)).item()]  # the first gather makes the parameter
-        seen: list[bool] = []
-        where_it_computes(engine, seen)
-        losses.append(engine(adapted.tokens(1)).item())
-        assert seen == [True] * adapted.BLOCKS
-        where_it_computes(engine, [], stop_at=2)
-        with pytest.raises(ValueError, match="in the middle"):
-            engine(adapted.tokens(2))
-        assert isinstance(engine.module.blocks[2].first.base.weight, DTensor)  # nothing is lent any more
-        for block in engine.module.blocks:
-            block.norm._forward_pre_hooks.clear()
-        losses += [engine(adapted.tokens(number)).item() for number in (2, 3)]
-        assert engine.swap is not None and not any(group.in_use for group in engine.swap.paging.paged.groups)
-    assert losses == expected
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_evaluation_between_forward_and_backward_leaves_what_autograd_saved(nvme_path: Path) -> None:
     case = Case()
@@ -141,16 +95,9 @@ class Uses(torch.nn.Module):
         self.how = how
         self.weight = torch.nn.Parameter(torch.empty(512, 512))
         self.none = torch.nn.Parameter(torch.empty(0, 512))
-        self.view: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "saves":
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                self.view = (x @ self.weight.t()).square().sum()
-        elif self.how == "holds":
-            self.view = self.weight.t()
-        elif self.how == "writes":
+        if self.how == "writes":
             with torch.no_grad():
                 self.weight.mul_(0.5)
         return x @ self.weight
@@ -175,26 +122,11 @@ def using(how: str, weights: Path, pinned: str = TIGHT) -> infinity.InferenceEng
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("how", ["saves", "holds"])
-def test_a_view_that_would_outlive_what_is_lent_is_refused(how: str, nvme_path: Path) -> None:
+@pytest.mark.parametrize("pinned", [TIGHT, "auto"])
+def test_a_forward_that_writes_into_a_weight_is_refused_and_nothing_is_lost(pinned: str, nvme_path: Path) -> None:
     x = torch.ones(2, 512)
-    with using(how, nvme_path / "weights") as engine:
-        engine(x)  # the first gather copies
-        with pytest.raises(InfinityError, match=r"a view of a frozen weight of shape .* is held"):
-            engine(x)
-        for module in engine.module:
-            module.how, module.view = "", None
-        first = engine(x)
-        assert torch.equal(engine(x), first)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("lent", [0, 4])
-def test_a_forward_that_writes_into_a_weight_is_refused_and_nothing_is_lost(lent: int, nvme_path: Path) -> None:
-    x = torch.ones(2, 512)
-    with using("", nvme_path / "weights", "auto" if lent else TIGHT) as engine:
+    with using("", nvme_path / "weights", pinned) as engine:
         made = [engine(x) for _ in range(2)]
-        assert lent_groups(engine) == lent
         for _ in range(2):
             engine.module[1].how = "writes"
             with pytest.raises(InfinityError, match=r"1\.weight was changed while it was gathered"):
@@ -204,71 +136,9 @@ def test_a_forward_that_writes_into_a_weight_is_refused_and_nothing_is_lost(lent
     assert all(torch.equal(made[0], other) for other in made)
 
 
-def lent_groups(engine: infinity.InferenceEngine) -> int:
-    assert engine.swap is not None
-    return sum(group.in_use for group in engine.swap.paging.paged.groups)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_where_the_pool_holds_the_model_each_group_is_gathered_once(nvme_path: Path) -> None:
-    weights = adapted.save(nvme_path, CASE)
-    expected, _ = run(weights, "none", rounds=8)
-    with infinity.init_empty():
-        model = adapted.Model(CASE.width)
-    config = {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
-        "infinity": {"wrap": ["Block"]},
-    }
-    with infinity.init_inference(model, config, weights=weights) as engine:
-        assert engine.swap is not None
-        gathers: list[str] = []
-        lap = engine.swap.paging.parameters
-        begin = lap._begin
-        lap._begin = lambda shard, *args: (gathers.append(shard.group.name), begin(shard, *args))[1]
-        losses = [engine(adapted.tokens(0)).item(), engine(adapted.tokens(1)).item()]
-        gathers.clear()
-        seen: list[bool] = []
-        where_it_computes(engine, seen)
-        losses.append(engine(adapted.tokens(2)).item())
-        assert seen == [True] * adapted.BLOCKS and not gathers
-
-        # An exception: nothing of what isn't being computed with is copied, and nothing is lost.
-        where_it_computes(engine, [], stop_at=2)
-        copies: list[int] = []
-        fill = UnshardedMemory.fill
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                UnshardedMemory, "fill", lambda self, write: (copies.append(self.nbytes), fill(self, write))[1]
-            )
-            with pytest.raises(ValueError, match="in the middle"):
-                engine(adapted.tokens(3))
-            for block in engine.module.blocks:
-                block.norm._forward_pre_hooks.clear()
-            losses.append(engine(adapted.tokens(3)).item())
-        large = 2 * CASE.width * CASE.width * 2
-        assert copies.count(large) == 2 and len(set(gathers)) >= adapted.BLOCKS  # those of one block
-        losses.append(engine(adapted.tokens(4)).item())
-
-        # With gradients, autograd keeps views: what is lent is freed first.
-        inputs = torch.randn(2, 256, CASE.width, requires_grad=True)
-        made = engine.module.blocks[1](inputs)
-        made.float().square().mean().backward()
-        assert inputs.grad is not None and inputs.grad.isfinite().all()
-        losses.append(engine(adapted.tokens(5)).item())
-
-        # So is it for a look at the values.
-        values = engine.module.state_dict()
-        assert lent_groups(engine) == 0 and len(values) > 4
-        gathers.clear()
-        losses += [engine(adapted.tokens(number)).item() for number in (6, 7)]
-        assert len(set(gathers)) > adapted.BLOCKS and lent_groups(engine) >= adapted.BLOCKS
-    assert losses == expected
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("pinned", [TIGHT, "auto"])
-def test_what_is_gathered_by_hand_is_not_lent(nvme_path: Path, pinned: str) -> None:
+def test_what_is_gathered_by_hand_keeps_its_elements(nvme_path: Path, pinned: str) -> None:
     x = torch.ones(2, 512)
     with using("", nvme_path / "weights", pinned) as engine:
         expected = engine(x), engine(x)
@@ -292,9 +162,7 @@ def test_an_engine_that_is_closed_in_a_forward_says_so(nvme_path: Path, pinned: 
     with using("", nvme_path / "weights", pinned) as engine:
         expected = engine(x)
         engine(x)
-        made: list[torch.Tensor] = []
         engine.module[2].register_forward_pre_hook(lambda *_: engine.close())
-        engine.module[2].register_forward_hook(lambda module, args, output: made.append(output))
-        with pytest.raises(InfinityError, match="closed"):
+        with pytest.raises(InfinityError, match=r"closed|sharded"):
             engine(x)
-    assert made and expected.isfinite().all() and made[0].isfinite().all()
+    assert expected.isfinite().all()

@@ -1,4 +1,4 @@
-"""What parameters promise whose memory is the place where they are staged: FSDP2's numbers, and no memory kept."""
+"""What groups promise that stay staged from step to step: FSDP2's numbers, and no memory kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity import PagingOptions
-from infinity.errors import InfinityError, IntegrityError
+from infinity.errors import InfinityError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 6
@@ -69,24 +69,6 @@ def write_in_forward(model: nn.Module, write: Callable[[torch.Tensor], object]) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_gathered_parameter_has_memory_of_its_own_beside_its_lease(way: str, nvme_path: Path) -> None:
-    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
-        model = sharded()
-        swap.page(model, WAYS[way])
-        slab = swap._open().pool.bytes
-        inside: list[bool] = []
-
-        def look(module: nn.Module, args: object) -> None:
-            address = module.weight.untyped_storage().data_ptr()  # type: ignore[operator, union-attr]
-            inside.append(slab.data_ptr() <= address < slab.data_ptr() + slab.nbytes)
-
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.register_forward_pre_hook(look)  # type: ignore[operator]
-        train(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2))
-        assert inside and all(inside)
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_what_a_forward_writes_into_a_weight_is_refused_and_nothing_is_lost(way: str, nvme_path: Path) -> None:
     memory = sharded()
     expected = train(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2))
@@ -101,21 +83,6 @@ def test_what_a_forward_writes_into_a_weight_is_refused_and_nothing_is_lost(way:
         assert train(model, optimizer, steps=range(2, STEPS)) == expected[2:]
         for ours, theirs in zip(weights(model), weights(memory), strict=True):
             assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["fused", "not fused", "unevenly stepped"])
-def test_what_is_written_without_a_trace_is_found_by_the_update(way: str, how: str, nvme_path: Path) -> None:
-    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
-        model = sharded()
-        swap.page(model, WAYS[way])
-        write_in_forward(model, lambda weight: weight.detach().view(torch.uint8).numpy().fill(3))
-        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2, fused=how != "not fused")
-        if how == "unevenly stepped":  # one pass over a sub-group doesn't do
-            optimizer.init_state()
-            optimizer.state[model.blocks[1].bias]["step"].fill_(3)  # type: ignore[index, union-attr]
-        with pytest.raises(IntegrityError, match="changed in host memory while they were gathered, past torch"):
-            train(model, optimizer)
 
 
 @pytest.mark.parametrize("fused", [(False, True), (True, False)])
@@ -183,6 +150,7 @@ def test_a_forked_child_is_refused_in_words_wherever_it_would_use_the_model(way:
             model(batch(0))
             assert _refused_in_child(uses) == [*uses]
         loss = model(batch(0)).float().square().mean()
+        del uses["weight"]  # gathered still, in memory that the child has a copy of
         assert _refused_in_child(uses) == [*uses]
         loss.backward()
 

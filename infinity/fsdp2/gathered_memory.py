@@ -1,0 +1,158 @@
+"""The memory of gathered parameters, where a CPU computes: mapped once, and moved to the parameters that are gathered. Training
+thread only.
+
+[Note: Addresses stay, pages move]
+Autograd saves views of a gathered parameter in the forward, and reads through them what the backward gathers. So the address of
+a parameter never changes. FSDP2 allocates memory at each gather and frees it after it; the kernel then clears each page anew,
+which takes longer than the copy of the elements. Here each parameter has a range of addresses for good, and pages only while
+it is gathered: mremap moves them there from the ranges of parameters that were freed, the longest ago first. It clears nothing,
+and the pages may be huge. As many pages are mapped as were ever needed at once, whatever the order of the parameters.
+
+A freed range is protected: whoever reads a parameter after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass, field
+
+import torch
+
+_UNIT = 2 << 20
+"""Bytes: what a huge page has, and what mremap moves as a whole."""
+
+_NBYTES_MIN = 1 << 20
+"""Smaller tensors stay with torch: a range is a multiple of 2 MiB."""
+
+_MAP_NORESERVE = 0x4000
+_MREMAP = 1 | 2 | 4
+"""MAYMOVE, FIXED, DONTUNMAP: nothing else can be mapped meanwhile where the pages were."""
+
+_MADV_HUGEPAGE = 14
+_PROT_NONE = 0
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.restype = ctypes.c_void_p
+
+
+@dataclass(eq=False)
+class _Range:
+    """Addresses of one tensor."""
+
+    address: int
+    units: int
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    """Which of its units have pages: first, how many. Those of one piece were mapped together, so that they move together."""
+    is_free: bool = False
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Which have none."""
+        ends = [0, *(first + count for first, count in sorted(self.pieces))]
+        begins = [*(first for first, _ in sorted(self.pieces)), self.units]
+        return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
+
+
+class GatheredMemory:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, _Range] = {}
+        """By address of their tensor."""
+        self._free: dict[_Range, None] = {}
+        """Those that were freed and still have pages, the longest ago first."""
+        self._can_move = hasattr(mmap, "MAP_ANONYMOUS") and _can_move()
+
+    @property
+    def nbytes(self) -> int:
+        """What is mapped."""
+        return _UNIT * sum(count for range_ in self._ranges.values() for _, count in range_.pieces)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor (1-D, on the CPU) without memory until `fill`; torch's own where it is small, or this system can't move
+        pages."""
+        nbytes = numel * dtype.itemsize
+        if nbytes < _NBYTES_MIN or not self._can_move:
+            return torch.empty(numel, dtype=dtype)
+        units = -(-nbytes // _UNIT)
+        tensor = _reserve(units, numel, dtype)
+        self._ranges[tensor.data_ptr()] = _Range(tensor.data_ptr(), units)
+        return tensor
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """A tensor is to be written to: it has memory, of whatever content."""
+        range_ = self._ranges.get(tensor.data_ptr())
+        if range_ is None:
+            return
+        self._free.pop(range_, None)
+        for first, count in range_.gaps():
+            end = first + count
+            while first < end:
+                moved = self._move_to(range_, first, end - first)
+                range_.pieces.append((first, moved))
+                first += moved
+        if range_.is_free:
+            _check(_libc.mprotect(_pointer(range_.address), _size(range_.units), mmap.PROT_READ | mmap.PROT_WRITE))
+            range_.is_free = False
+
+    def free(self, tensor: torch.Tensor) -> bool:
+        """A tensor is not used any more until `fill`. False where it is not one of these."""
+        range_ = self._ranges.get(tensor.data_ptr())
+        if range_ is None:
+            return False
+        if not range_.is_free:
+            _check(_libc.mprotect(_pointer(range_.address), _size(range_.units), _PROT_NONE))
+            range_.is_free = True
+            self._free[range_] = None
+        return True
+
+    def _move_to(self, range_: _Range, first: int, count: int) -> int:
+        """Give up to `count` units of a range pages, from its unit `first` on: those of the range that was freed the longest
+        ago, or new ones where none has any. How many."""
+        while self._free:
+            source = next(iter(self._free))
+            if not source.pieces:
+                del self._free[source]
+                continue
+            begin, length = source.pieces.pop()
+            moved = min(length, count)
+            if moved < length:
+                source.pieces.append((begin, length - moved))
+            old, new = source.address + _UNIT * (begin + length - moved), range_.address + _UNIT * first
+            _check(_libc.mremap(_pointer(old), _size(moved), _size(moved), _MREMAP, _pointer(new)))
+            _check(_libc.mprotect(_pointer(new), _size(moved), mmap.PROT_READ | mmap.PROT_WRITE))
+            return moved
+        return count
+
+
+def _reserve(units: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over so many units of addresses without pages, which are given back with it and its views."""
+    reserved = mmap.mmap(-1, _UNIT * (units + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    start = -torch.frombuffer(reserved, dtype=torch.uint8).data_ptr() % _UNIT
+    tensor = torch.frombuffer(reserved, dtype=dtype, count=numel, offset=start)
+    _libc.madvise(_pointer(tensor.data_ptr()), _size(units), _MADV_HUGEPAGE)  # refused: small pages
+    return tensor
+
+
+def _can_move() -> bool:
+    """Whether this system moves pages and leaves their addresses reserved (Linux 5.7)."""
+    source, target = _reserve(1, 3, torch.uint8), _reserve(1, 3, torch.uint8)
+    source[:] = 1
+    old, new = source.data_ptr(), target.data_ptr()
+    if _libc.mremap(_pointer(old), _size(1), _size(1), _MREMAP, _pointer(new)) != new:
+        return False
+    return bool((target == 1).all() and (source == 0).all())
+
+
+def _check(result: int | None) -> None:
+    """Raise OSError where the kernel has refused (-1)."""
+    if result is not None and result in (-1, ctypes.c_void_p(-1).value):
+        errno = ctypes.get_errno()
+        raise OSError(errno, "the kernel did not move the memory of gathered parameters")
+
+
+def _pointer(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address)
+
+
+def _size(units: int) -> ctypes.c_size_t:
+    return ctypes.c_size_t(_UNIT * units)

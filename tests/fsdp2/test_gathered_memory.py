@@ -1,0 +1,109 @@
+"""Memory of gathered parameters: elements stay while they are used, and no more is mapped than was used at once."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from infinity.fsdp2.gathered_memory import GatheredMemory
+from infinity.fsdp2.guarded import guard
+
+MIB = 1 << 20
+NUMEL = 600 * 1000
+"""Of a matrix whose bytes are no multiple of a huge page."""
+
+
+@given(
+    sizes=st.lists(st.integers(MIB, 7 * MIB), min_size=1, max_size=5),
+    events=st.lists(st.integers(0, 4), max_size=40),
+)
+def test_elements_stay_while_they_are_used_and_no_more_is_mapped_than_at_once(
+    sizes: list[int], events: list[int]
+) -> None:
+    memory = GatheredMemory()
+    tensors = [memory.tensor(size, torch.uint8) for size in sizes]
+    used: dict[int, int] = {}
+    most = 0
+    for number, event in enumerate(events):
+        which = event % len(sizes)
+        tensor = tensors[which]
+        if which in used:
+            assert bool((tensor[::4096] == used.pop(which)).all()) and memory.free(tensor)
+        else:
+            memory.fill(tensor)
+            tensor[::4096] = used[which] = number
+        most = max(most, sum(-(-sizes[one] // (2 * MIB)) for one in used) * 2 * MIB)
+    for which, number in used.items():
+        assert bool((tensors[which][::4096] == number).all())
+    assert memory.nbytes == most
+
+
+def test_small_tensors_are_torchs_own() -> None:
+    memory = GatheredMemory()
+    tensor = memory.tensor(100, torch.float32)
+    memory.fill(tensor)
+    assert not memory.free(tensor) and memory.nbytes == 0
+
+
+def test_what_is_read_after_it_was_freed_ends_the_process() -> None:
+    code = """
+import torch
+from infinity.fsdp2.gathered_memory import GatheredMemory
+memory = GatheredMemory()
+tensor = memory.tensor(1 << 20, torch.float32)
+memory.fill(tensor)
+tensor.fill_(1)
+view = tensor.view(1024, 1024).t()
+memory.free(tensor)
+print(view.sum())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=120)
+    assert ended.returncode < 0 and not ended.stdout
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_trains_as_ever_and_maps_nothing_anew() -> None:
+    """Autograd's views of the forward read what the backward gathers, in any order of the layers."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Linear(width, height) for width, height in ((600, 1000), (1000, 700), (700, 900), (900, 600)))
+        )
+
+    def train(trained: nn.Sequential) -> list[float]:
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+        losses = []
+        for number in range(6):
+            torch.manual_seed(number)
+            loss = trained(torch.randn(4, 600)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    memory, sharded = model(), model()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    guard(sharded)
+    gathered = sharded[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]._memory
+    assert train(sharded) == train(memory)
+    mapped, before = gathered.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert 0 < mapped <= 2 * 4 * MIB  # of layers of 2.4 to 2.8 MB, two at once
+    with torch.no_grad():
+        for _ in range(20):
+            sharded(torch.ones(4, 600))
+    assert gathered.nbytes == mapped
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 500  # with FSDP2's own memory: 50 000
