@@ -11,12 +11,11 @@ busy one, and the blocks would be late. So a collective works on tensors over th
 failed its blocks are never lent again, as gloo may still be writing to them.
 
 Over one rank FSDP2 copies what goes into a reduction to what comes out of it. It is given the same tensor for both, and torch's
-copy of a tensor to itself does nothing. Where gradients needn't stay in `.grad`, it is given none at all: see uncopied.py.
+copy of a tensor to itself does nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,19 +25,17 @@ import torch
 
 from infinity.fsdp2.private import DefaultAllGather, DefaultReduceScatter
 from infinity.fsdp2.sharding import ShardedGroup, replace_collectives
-from infinity.fsdp2.uncopied import UncopiedBuffer
 
 
-def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool, copies: bool = True) -> ReusedBuffers:
+def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffers:
     """Have the collectives of the groups of a model take their buffers from one store, which is returned.
 
-    alone: whether the model is sharded over one rank. copies: whether gradients over one rank are copied, as FSDP2 does it, or
-    stay where autograd left them until somebody uses them. What the user made of a collective stays. The largest group beside
-    the root says what may lie idle: the root's buffers come and go where they are larger.
+    alone: whether the model is sharded over one rank. What the user made of a collective stays. The largest group beside the
+    root says what may lie idle: the root's buffers come and go where they are larger.
     """
     nbytes = {group.name: 4 * sum(parameter.sharded.numel() for parameter in group.parameters) for group in groups}
     buffers = ReusedBuffers(3 * max(nbytes[name] for name in nbytes if name != "root" or len(nbytes) == 1))
-    gather, reduction = _Gather(buffers), _Reduction(buffers, alone=alone, copies=copies)
+    gather, reduction = _Gather(buffers), _Reduction(buffers, alone=alone)
     for group in groups:
         replace_collectives(group.module, gather, reduction)
     return buffers
@@ -121,8 +118,8 @@ class _Gather(DefaultAllGather):
 class _Reduction(DefaultReduceScatter):
     """See [Note: Reused buffers]."""
 
-    def __init__(self, buffers: ReusedBuffers, *, alone: bool, copies: bool) -> None:
-        self._buffers, self._alone, self._copies = buffers, alone, copies
+    def __init__(self, buffers: ReusedBuffers, *, alone: bool) -> None:
+        self._buffers, self._alone = buffers, alone
         self._goes_in: weakref.ref[torch.Tensor] | None = None
         """Over one rank: what was lent for a reduction that has not been given where its result goes."""
 
@@ -132,12 +129,9 @@ class _Reduction(DefaultReduceScatter):
         self._goes_in = None
         if goes_in is not None and goes_in.dtype == dtype and goes_in.numel() == numel:
             return goes_in
-        lend = functools.partial(self._buffers.lend, numel, dtype)
-        if not self._alone:
-            return lend()
-        copies = self._copies or dtype is not torch.float32
-        buffer = lend() if copies else UncopiedBuffer.make(numel, lend)
-        self._goes_in = weakref.ref(buffer)
+        buffer = self._buffers.lend(numel, dtype)
+        if self._alone:
+            self._goes_in = weakref.ref(buffer)
         return buffer
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:

@@ -14,6 +14,8 @@ what FSDP2 does at the points below, and nothing else. Looks past FSDP2's public
   * Gradient hooks of a parameter are not called, as autograd sees the gathered one alone. So this one calls them.
   * An input that no loss depends on gets a gradient of zeros, where plain PyTorch has none, and the optimizer decays what made
     it. So on one rank it gets none. (On several, that a gradient is missing on all of them is not known.)
+  * Over one rank nothing is reduced, but gradients are copied into a buffer in fp32: twice what autograd made of them in 16
+    bits. So whoever can take gradients where autograd left them is asked first (`take_unreduced`).
   * A group that runs again in one backward, as reentrant checkpoints do, is reduced once. What comes later stays unreduced
     until the next step. So its state is reset with each reduction, and the end of the backward reduces what is left.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -137,6 +139,10 @@ class GuardedGroup(FSDPParamGroup):
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
         self.before_reduction: Callable[[], object] = bool
         """Called before gradients are reduced; an exception of it leaves them unreduced."""
+        self.take_unreduced: Callable[[dict[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]] | None = None
+        """Called over one rank of a CPU before gradients are reduced, with what would only be copied: the sharded parameters,
+        and their gradients (in their shapes, as autograd left them, not to be changed). Returns those whose gradients it has
+        taken; FSDP2 reduces the others."""
         self._forwards = 0
         """Of the group, within another one of it: a method that was registered as a forward may call the forward."""
         self._versions: dict[Any, int] = {}
@@ -191,11 +197,38 @@ class GuardedGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if any(grad is not None for grad in self.unreduced()):
             self.before_reduction()
+            self._offer_unreduced()
         super().post_backward(*unused)
         state = self._state()
         if state is not None and state._training_state == TrainingState.PRE_BACKWARD:
             state._training_state = TrainingState.IDLE
         self.check_unwritten()
+
+    def _offer_unreduced(self) -> None:
+        if self.take_unreduced is None or not self._reduction_copies():
+            return
+        holders: dict[nn.Parameter, tuple[Any, str]] = {}
+        offered: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.fsdp_params:
+            if "_unsharded_param" not in vars(parameter):
+                continue
+            parameter.accumulate_unsharded_grad_if_needed()
+            # What is summed is a property over the gradient from torch 2.15 on.
+            summed = vars(parameter).get("unsharded_accumulated_grad") is not None
+            holder = (parameter, "unsharded_accumulated_grad") if summed else (parameter._unsharded_param, "grad")
+            grad = getattr(*holder)
+            if grad is not None and _is_plain(grad):
+                holders[parameter.sharded_param], offered[parameter.sharded_param] = holder, grad
+                setattr(holder[0], holder[1], None)  # an exception is to leave none of them for the next backward
+        taken = self.take_unreduced(offered)
+        for sharded in offered.keys() - taken:
+            setattr(holders[sharded][0], holders[sharded][1], offered[sharded])
+
+    def _reduction_copies(self) -> bool:
+        """Whether a reduction does no more than to copy gradients and convert them to fp32."""
+        alone = self.mesh_info.mesh.size() == 1 and self.device.type == "cpu" and self.reduce_grads
+        exact = self._reduce_dtype in (None, torch.float32) and self.gradient_divide_factor is None
+        return alone and exact and self._all_reduce_hook is None and not self.reduce_scatter_unused_params
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = super()._register_post_backward_hook(args, kwargs)
@@ -232,6 +265,11 @@ class GuardedGroup(FSDPParamGroup):
             if now != version:
                 self._versions[parameter] = now
                 self._written.append(parameter._param_fqn)
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    is_one = type(grad) in (torch.Tensor, nn.Parameter) and grad.is_contiguous() and not grad.is_neg()
+    return is_one and grad.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GuardedParameter(FSDPParam):

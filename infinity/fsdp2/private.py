@@ -31,7 +31,6 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 __all__ = [
-    "COPIES_IN",
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
@@ -43,12 +42,6 @@ __all__ = [
     "collect_grad_tensors",
     "free_storage",
 ]
-
-COPIES_IN = frozenset(
-    getattr(torch.ops.fsdp, name) for name in ("chunk_cat", "chunk_cat_mixed_dtype") if hasattr(torch.ops.fsdp, name)
-)
-"""What copies gradients into the buffer in which they are reduced: the first until torch 2.14, the second from 2.15 on. A torch
-that has another has its gradients copied, with the same numbers: see uncopied.py."""
 
 USED: dict[type, tuple[str, ...]] = {
     FSDPModule: ("_get_fsdp_state",),
@@ -62,10 +55,12 @@ USED: dict[type, tuple[str, ...]] = {
         *("use_training_state", "post_backward", "_training_state", "_reshard_after_forward"),
         *("_all_gather_comm", "_reduce_scatter_comm", "_reset_sharded_params", "reduce_grads"),
         *("unshard", "wait_for_unshard", "pre_forward", "post_forward", "_to_unsharded", "_to_sharded"),
-        "_register_post_backward_hook",
+        *("_register_post_backward_hook", "_reduce_dtype", "_all_reduce_hook", "gradient_divide_factor"),
+        "reduce_scatter_unused_params",
     ),
     FSDPParam: (
         *("_unsharded_param", "sharded_param", "sharded_size", "unsharded_accumulated_grad"),
+        "accumulate_unsharded_grad_if_needed",
         *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor", "all_gather_outputs", "_param_fqn"),
         *("init_all_gather_outputs", "free_unsharded_param", "_unsharded_inner_tensors"),
     ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -322,6 +322,17 @@ def forget_gathered(module: FSDPModule) -> None:
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
                 set_memory(unsharded, torch.empty(0, dtype=unsharded.dtype, device=unsharded.device))
+
+
+TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
+"""See `GuardedGroup.take_unreduced`."""
+
+
+def offer_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:
+    """Have `take` called with the gradients of a group which FSDP2 would only copy."""
+    groups = param_groups_of(module._get_fsdp_state())
+    if len(groups) == 1:
+        groups[0].take_unreduced = take
 
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:

@@ -16,7 +16,6 @@ from infinity.activations.saved_tensors import Activations
 from infinity.config import Config
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.sharding import local_of
-from infinity.fsdp2.uncopied import elements_of
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.gradient_norm import Scalar
@@ -174,7 +173,7 @@ class DeepSpeedSurface:
         """Memory of this rank, in bytes, that holds reduced gradients now: in `.grad`, or where they wait for their update."""
         shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
         local = (local_of(grad) for grad in shown if grad is not None)
-        in_grad = sum(elements_of(grad).nbytes for grad in local if not isinstance(grad, RefusingGradient))
+        in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, RefusingGradient))
         return self._storage.paging.waiting_gradients.held_bytes + in_grad
 
     # What a step took.

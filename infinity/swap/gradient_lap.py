@@ -1,16 +1,17 @@
 """The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
-Reads top-down. FSDP2 reduces a gradient and calls `PagedOptimizer._gradient_came`, where the lap forks with the last one that
-`came` of a group: `take` (the gradients wait), `take` and `queue` (they wait, and a speculative update is made), or
-`note_applied` and `queue` (an update that stays). The step that follows makes the others: see pending_updates.py. Used by the
-training thread, and by autograd's threads on its behalf; see infinity/swap/README.md for a lap by example.
+Reads top-down. FSDP2 has reduced a gradient (`came`), or over one rank of a CPU is about to copy those of a group
+(`came_unreduced`). With all of a group `PagedOptimizer._group_came` goes on: `take` (the gradients wait), `take` and `queue`
+(they wait, and a speculative update is made), or `note_applied` and `queue` (an update that stays). The step that follows makes
+the others: see pending_updates.py. Used by the training thread, and by autograd's threads on its behalf; see
+infinity/swap/README.md for a lap by example.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import is_alone, local_of
-from infinity.fsdp2.uncopied import UncopiedGradient, changeable_elements_of, elements_of
 from infinity.optim.kernel import norms, norms_match_torch
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.swap.group import PagedGroup
@@ -30,6 +30,9 @@ from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.taken_gradient import RefusingGradient, StandIn, Taken, refusal, used_up
 
+Gradients = Mapping[nn.Parameter, torch.Tensor]
+"""This rank's elements (1-D) of the gradient of each parameter: in fp32, or as autograd left them, not to be changed then."""
+
 
 class GradientLap:
     """Follows the gradients of one model's trained parameters from one step to the next."""
@@ -38,8 +41,8 @@ class GradientLap:
         self._paging = paging
         self._updates_to_stay = paging.options.update == "backward" and not paging.options.speculative
         """Whether updates in the backward stay, and no step discards them."""
-        self._shards = [trained_shard(parameter) for parameter in parameters]
-        self._numbers = frozenset(shard.index for shard in self._shards)
+        self.shards = {parameter: trained_shard(parameter) for parameter in parameters}
+        self._numbers = frozenset(shard.index for shard in self.shards.values())
         shards = paging.paged.shards
         self._gradient_counts = {
             group: sum(shards[index].trained and shards[index].resident is None for index in group.shards)
@@ -60,6 +63,29 @@ class GradientLap:
         self._shown: dict[nn.Parameter, StandIn] = {}
         """Those that it shows."""
 
+    def came_unreduced(self, group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]) -> Gradients:
+        """A backward has come to the gradients of a group, whose reduction would copy them (in their shapes). Those that need
+        no reduction: of the whole group, where nobody else looks at one and none is in `.grad`; else none of them."""
+        ours = {p: self.shards[p] for p in grads if p in self.shards and self.shards[p].resident is None}
+        final = group.timing is not UpdateTiming.BACKWARD or self._paging.policy.gradients_are_final(group)
+        whole = len(ours) == self._gradient_counts[group] and group not in self._arrived
+        if not final or not whole or self._paging.policy.reductions_at_once > 1:
+            return {}
+        if not all(self._is_free(parameter, shard) for parameter, shard in ours.items()):
+            return {}
+        for shard in ours.values():
+            shard.move_gradient_to(GradientState.ARRIVED)
+        has = self._paging.waiting_gradients.has
+        elements = ((parameter, grads[parameter].view(-1), has(shard)) for parameter, shard in ours.items())
+        return {parameter: grad.to(torch.float32, copy=True) if added else grad for parameter, grad, added in elements}
+
+    def _is_free(self, parameter: nn.Parameter, shard: PagedShard) -> bool:
+        """Whether `.grad` has no part in what becomes of the next gradient, and no hook of the user waits for it there."""
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        shown = self._shown.get(parameter)
+        empty = parameter.grad is None or (shown is not None and shown.is_shown and shown.taken is Taken.FOR_STEP)
+        return empty and len(hooks) == 1 and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
+
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
 
@@ -68,7 +94,7 @@ class GradientLap:
         """
         if self.left(parameter) is None:
             return None  # another optimizer over the same parameter has taken it
-        shard = trained_shard(parameter)
+        shard = self.shards[parameter]
         group = shard.group
         if shard.gradient is GradientState.APPLIED:
             self._paging.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
@@ -89,22 +115,28 @@ class GradientLap:
             arrived.append(parameter)
         return group if len(arrived) == self._gradient_counts[group] else None
 
-    def take(self, group: PagedGroup) -> None:
-        """Keep the gradients that arrived of a group until the update, and note their norms. `.grad` refuses to be used after
+    def pop_arrived(self, group: PagedGroup) -> Gradients:
+        """The gradients that came of a group and are in `.grad`, in their order."""
+        grads = {}
+        for parameter in self._arrived.pop(group):
+            if parameter.grad is not None:
+                grads[parameter] = local_of(parameter.grad).reshape(-1)
+            else:
+                self.shards[parameter].move_gradient_to(GradientState.NONE)
+        return grads
+
+    def take(self, group: PagedGroup, grads: Gradients) -> None:
+        """Keep gradients that arrived of a group until the update, and note their norms. `.grad` refuses to be used after
         it."""
-        parameters = self._pop_arrived(group)
-        shards = [trained_shard(parameter) for parameter in parameters]
+        shards = [self.shards[parameter] for parameter in grads]
         for sub in group.members:
             self._paging.paged.updates.speculation.discard(sub)
         self._coming = [coming for coming in self._coming if coming[0] is not group]
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKING)
-        gradients = {}
-        for shard, parameter in zip(shards, parameters, strict=True):
-            of = changeable_elements_of if self._paging.waiting_gradients.has(shard) else elements_of
-            gradients[shard.index] = of(local_of(_grad_of(parameter)))
-        self._paging.waiting_gradients.take(group, gradients)
-        self._note_norms(parameters)
+        by_index = {shard.index: grad for shard, grad in zip(shards, grads.values(), strict=True)}
+        self._paging.waiting_gradients.take(group, by_index)
+        self._note_norms(grads)
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKEN)
 
@@ -112,23 +144,18 @@ class GradientLap:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
         for group in list(self._arrived):
             if group.timing.gradients_wait:
-                self.take(group)
+                self.take(group, self.pop_arrived(group))
         return self.norms
 
-    def arrived(self, group: PagedGroup) -> list[nn.Parameter]:
-        """Those whose gradients came of a group, in their order."""
-        return list(self._arrived[group])
-
-    def note_applied(self, group: PagedGroup, inputs: Mapping[nn.Parameter, Any]) -> None:
-        """The gradients that arrived of a group are about to be applied.
+    def note_applied(self, grads: Gradients, inputs: Mapping[nn.Parameter, Any]) -> None:
+        """Gradients that arrived of a group are about to be applied.
 
         `inputs`: with which each parameter is updated; those of the step must be the same.
         """
-        self._pop_arrived(group)
-        self._note_norms([*inputs])
+        self._note_norms(grads)
         for parameter, used in inputs.items():
             self._applied[parameter] = used
-            trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
+            self.shards[parameter].move_gradient_to(GradientState.APPLIED)
 
     def queue(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
         """Update members of a group as soon as their gradients are in host memory, which are on their way there: on a CPU now,
@@ -148,7 +175,7 @@ class GradientLap:
         """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
         where the updates of this step would use up gradients that were taken for another optimizer."""
         health = self._paging.paged.health
-        lost = any(shard.gradient is GradientState.TAKING for shard in self._shards)
+        lost = any(shard.gradient is GradientState.TAKING for shard in self.shards.values())
         # FSDP2's own part of that backward may be over.
         if (self._coming and self._updates_to_stay) or (lost and health.state is Health.PART_STEPPED):
             health.tear("an update in the backward (interrupted)")
@@ -183,7 +210,7 @@ class GradientLap:
         """Raise InfinityError where torch would step once more with a gradient that the last step has used."""
         for parameter, stand_in in self._shown.items():
             if stand_in.is_used_up:
-                raise used_up(trained_shard(parameter).name)
+                raise used_up(self.shards[parameter].name)
 
     def used(self, stepped: Iterable[nn.Parameter]) -> dict[nn.Parameter, Taken]:
         """What became of gradients that a step over these parameters has used, where `.grad` is to show that: they are not in
@@ -209,7 +236,7 @@ class GradientLap:
         self._arrivals.clear()
         self._arrived.clear()
         self._applied.clear()
-        for shard in self._shards:
+        for shard in self.shards.values():
             shard.move_gradient_to(GradientState.NONE)
         self._paging.paged.health.note_all_stepped()
 
@@ -220,7 +247,7 @@ class GradientLap:
         """
         stand_in = self._shown.get(parameter)
         if stand_in is not None and not stand_in.is_shown and stand_in.taken is Taken.FOR_STEP:
-            raise refusal(trained_shard(parameter).name)
+            raise refusal(self.shards[parameter].name)
         local = local_of(parameter.grad) if parameter.grad is not None else None
         if isinstance(local, RefusingGradient):
             return local.materialize() if stand_in is not None and stand_in.taken is Taken.ZEROED else None
@@ -240,22 +267,13 @@ class GradientLap:
         return hidden
 
     def _show(self, parameter: nn.Parameter, taken: Taken) -> None:
-        stand_in = self._stand_ins.get(parameter) or StandIn(parameter, trained_shard(parameter).name)
+        stand_in = self._stand_ins.get(parameter) or StandIn(parameter, self.shards[parameter].name)
         self._stand_ins[parameter] = self._shown[parameter] = stand_in
         stand_in.show(taken)
 
-    def _pop_arrived(self, group: PagedGroup) -> list[nn.Parameter]:
-        """Those whose gradients came and are there."""
-        arrived = self._arrived.pop(group)
-        for parameter in arrived:
-            if parameter.grad is None:
-                trained_shard(parameter).move_gradient_to(GradientState.NONE)
-        return [parameter for parameter in arrived if parameter.grad is not None]
-
-    def _note_norms(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _note_norms(self, grads: Gradients) -> None:
         """Of gradients that `.grad` shows no more: whoever would use them is refused."""
-        norms = _norms_of([_grad_of(parameter) for parameter in parameters])
-        for parameter, norm in zip(parameters, norms, strict=True):
+        for parameter, norm in zip(grads, _norms_of(grads), strict=True):
             self._show(parameter, Taken.FOR_STEP)
             self.norms[parameter] = norm
 
@@ -271,10 +289,7 @@ def move_out(parameter: nn.Parameter) -> None:
     would live as long."""
     grad = parameter.grad
     local = local_of(grad) if grad is not None else None
-    if isinstance(local, UncopiedGradient):
-        assert isinstance(grad, DTensor)
-        grad._local_tensor = local.materialize()
-    elif local is not None and local.untyped_storage().nbytes() > local.nbytes:
+    if local is not None and local.untyped_storage().nbytes() > local.nbytes:
         assert isinstance(grad, DTensor)
         grad._local_tensor = local.clone()
 
@@ -296,16 +311,11 @@ def _lost_gradients() -> InfinityError:
     )
 
 
-def _norms_of(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _norms_of(grads: Gradients) -> Sequence[torch.Tensor]:
     """The norm (0-D) of each gradient, as torch has it: over several ranks a DTensor, of which this rank holds its part."""
-    if not all(is_alone(grad) for grad in grads):
-        return [torch._foreach_norm([grad])[0] for grad in grads]
-    here = [elements_of(local_of(grad)) for grad in grads]
+    if not all(map(is_alone, grads)):
+        return [torch._foreach_norm([cast(torch.Tensor, parameter.grad)])[0] for parameter in grads]
+    here = [*grads.values()]
     if all(grad.is_cpu for grad in here) and norms_match_torch():
         return norms(here).unbind()
     return torch._foreach_norm([grad.float() for grad in here])
-
-
-def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

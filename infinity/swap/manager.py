@@ -225,7 +225,7 @@ class SwapManager:
         self._paging = paging
         paging.install(model, groups, replacements)
         if not self._device.is_discrete:
-            reuse_buffers(groups, alone=alone, copies=not paging.waiting_gradients.takes_all)
+            reuse_buffers(groups, alone=alone)
         return paging
 
     def check_fits(

@@ -26,10 +26,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import in_backward
-from infinity.fsdp2.uncopied import elements_of
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.layout import Field
-from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
+from infinity.swap.gradient_lap import GradientLap, Gradients, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
@@ -84,6 +83,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 if taken and parameter.requires_grad:
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
                     parameter.register_post_accumulate_grad_hook(came)
+                    if shard.resident is None:
+                        self._paging.offer_unreduced(shard.group, partial(_offer, weakref.ref(self), shard.group))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -198,36 +199,49 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """In the backward: FSDP2 has reduced the gradient of a parameter. With the last one of its group, all of them are
-        applied; or they are taken, and where that is expected to be right, the group is updated speculatively too."""
+        """In the backward: FSDP2 has reduced the gradient of a parameter."""
         with self._paging.entered():
             group = self.lap.came(parameter)
-            if group is None:
-                return
-            policy = self._paging.policy
-            if group.timing is UpdateTiming.BACKWARD:
-                self._apply_gradients(group)
-                return
-            due = group.timing is UpdateTiming.SPECULATIVE and self._speculation.promises
-            speculates = due and policy.gradients_are_final(group)
-            parameters = self.lap.arrived(group)
-            self.lap.take(group)
-            policy.count_forwards_anew(group)
-            if speculates:
-                self._update_speculatively(group, parameters)
+            if group is not None:
+                self._group_came(group, self.lap.pop_arrived(group))
 
-    def _apply_gradients(self, group: PagedGroup) -> None:
+    @torch.no_grad()
+    def _take_unreduced(
+        self, group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]
+    ) -> Collection[nn.Parameter]:
+        """In the backward: FSDP2 would copy the gradients of a group. The parameters whose gradients it needn't copy."""
+        with self._paging.entered():
+            came = self.lap.came_unreduced(group, grads)
+            if came:
+                self._group_came(group, came)
+            return came.keys()
+
+    def _group_came(self, group: PagedGroup, grads: Gradients) -> None:
+        """All gradients of a group are there: they are applied; or they are taken, and where that is expected to be right, the
+        group is updated speculatively too."""
+        if group.timing is UpdateTiming.BACKWARD:
+            self._apply_gradients(group, grads)
+            return
+        policy = self._paging.policy
+        due = group.timing is UpdateTiming.SPECULATIVE and self._speculation.promises
+        speculates = due and policy.gradients_are_final(group)
+        self.lap.take(group, grads)
+        policy.count_forwards_anew(group)
+        if speculates:
+            self._update_speculatively(group, [*grads])
+
+    def _apply_gradients(self, group: PagedGroup, grads: Gradients) -> None:
         """Update a group, to stay, with the gradients that arrived."""
         health = self._paging.paged.health
         if health.state is Health.WHOLE:  # the first of this backward: after it nothing is set by hand
             for parameter, state in [*self.state.items()]:
                 self.state[parameter] = self._paged_state.adopted(cast(nn.Parameter, parameter), state)
         health.note_part_stepped()
-        stepping = self._stepping(1.0, self.lap.arrived(group))
+        stepping = self._stepping(1.0, [*grads], grads)
         updates = self._updates_of(group.members, stepping, lambda sub: None)
         for parameter, stepped in stepping.items():
             self._paged_state.count_step(stepped.shard, self.state[parameter])
-        self.lap.note_applied(group, self._inputs_of({p: stepped.settings for p, stepped in stepping.items()}))
+        self.lap.note_applied(grads, self._inputs_of({p: stepped.settings for p, stepped in stepping.items()}))
         self.lap.queue(group, updates)
 
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
@@ -305,32 +319,34 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._paging.paged.health.mend()
 
     def _stepping(
-        self, grad_scale: float, only: Collection[nn.Parameter] | None = None
+        self, grad_scale: float, only: Collection[nn.Parameter] | None = None, grads: Gradients | None = None
     ) -> dict[nn.Parameter, Stepping]:
-        """Of the parameters that have a gradient, with state made where it is their first step."""
-        has = self._paging.waiting_gradients.has
-        lefts: dict[int, torch.Tensor | None] = {}
-        chosen = [
-            (parameter, group)
-            for parameter, group in self._with_groups(only)
-            if lefts.setdefault(trained_shard(parameter).index, self.lap.left(parameter)) is not None
-            or has(trained_shard(parameter))
-        ]
-        left = {index: elements_of(local) for index, local in lefts.items() if local is not None}
-        grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
+        """Of the parameters that have a gradient, with state made where it is their first step. `grads`: theirs, where they
+        are neither in `.grad` nor wait."""
+        has, shards = self._paging.waiting_gradients.has, self.lap.shards
+        left: dict[nn.Parameter, torch.Tensor] = {}
+        chosen = []
+        for parameter, group in self._with_groups(only):
+            grad = grads[parameter] if grads is not None else self.lap.left(parameter)
+            if grad is not None:
+                left[parameter] = grad.reshape(-1)
+            if grad is not None or has(shards[parameter]):
+                chosen.append((parameter, group))
+        started = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         stepping: dict[nn.Parameter, Stepping] = {}
         settings: dict[int, Any] = {}
         for parameter, group in chosen:
             if id(group) not in settings:  # once for all of its parameters
                 settings[id(group)] = self._settings(group)
-            shard = trained_shard(parameter)
+            shard = shards[parameter]
             state = self.state[parameter] = self._paged_state.adopted(parameter, self.state[parameter])
             self._paged_state.make(parameter, state)
             steps, first = self._paged_state.steps_of(state), self._paged_state.is_first_step(shard, state)
-            grad = grads.get(shard.index)
             assert isinstance(parameter, DTensor)
             of_group = settings[id(group)]
-            stepping[parameter] = Stepping(shard, parameter._spec, of_group, steps, first, grad, grad_scale)
+            stepping[parameter] = Stepping(
+                shard, parameter._spec, of_group, steps, first, started.get(parameter), grad_scale
+            )
         return stepping
 
     def _with_groups(self, only: Collection[nn.Parameter] | None) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -404,6 +420,13 @@ def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> No
     alive = optimizer()
     if alive is not None:
         alive._gradient_came(parameter)
+
+
+def _offer(
+    optimizer: weakref.ref[PagedOptimizer], group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]
+) -> Collection[nn.Parameter]:
+    alive = optimizer()
+    return alive._take_unreduced(group, grads) if alive is not None else ()
 
 
 @dataclass(frozen=True)

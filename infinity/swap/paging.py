@@ -32,6 +32,7 @@ from infinity.fsdp2.guarded import carry_hooks, guard, outside_inference_mode
 from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import (
     ShardedGroup,
+    TakeUnreduced,
     abandon_unfinished_pass,
     forget_gathered,
     guard_state_dict,
@@ -39,6 +40,7 @@ from infinity.fsdp2.sharding import (
     install,
     is_at_rest,
     is_in_forward,
+    offer_unreduced,
 )
 from infinity.fsdp2.vertical import micro_batches_in, reductions_in
 from infinity.schedule.pinned import sub_groups_ahead
@@ -179,6 +181,11 @@ class Paging:
             self.parameters.gathered(shard)
 
     # The gradient lap, entered by the optimizer.
+
+    def offer_unreduced(self, group: PagedGroup, take: TakeUnreduced) -> None:
+        """Have `take` called with the gradients of a group which FSDP2 would only copy."""
+        if not self.device.is_discrete and group.sharded_module is not None:
+            offer_unreduced(group.sharded_module, take)
 
     @property
     def groups_coming(self) -> int:

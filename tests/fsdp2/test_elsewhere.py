@@ -14,21 +14,12 @@ import torch
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.first_values import _Whole
-from infinity.fsdp2.uncopied import UncopiedBuffer, UncopiedGradient
 from infinity.swap.taken_gradient import _Gradient, _made
 
 VALUES = [1.0, 2.0, 3.0]
 
 
-def buffer() -> UncopiedBuffer:
-    made = UncopiedBuffer.make(3, lambda: torch.empty(3))
-    torch.ops.fsdp.chunk_cat([torch.tensor(VALUES)], dim=0, num_chunks=1, out=made.view(1, -1))
-    return made
-
-
 KINDS: dict[str, Callable[[], ElsewhereTensor]] = {
-    "gradient": lambda: UncopiedGradient.make(torch.tensor(VALUES).bfloat16()),
-    "buffer": buffer,
     "first value": lambda: _Whole.of(torch.empty(3), lambda: torch.tensor(VALUES)),
 }
 LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -82,7 +82,7 @@ def test_two_ranks_make_no_buffer_in_a_steady_step(forked_ranks: Any, nvme_path:
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_backend_s_threads_keep_no_block(kind: Any, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = ReusedBuffers(IDLE_BYTES_MAX)
-    comm = _Gather(buffers) if kind is _Gather else _Reduction(buffers, alone=False, copies=True)
+    comm = _Gather(buffers) if kind is _Gather else _Reduction(buffers, alone=False)
     kept: list[torch.Tensor] = []
 
     def collective(self: Any, output_tensor: Any, input_tensor: Any, *_: Any, **__: Any) -> None:
