@@ -80,12 +80,13 @@ def hook_gradients(parameter: Any, leaf: torch.Tensor) -> None:
     leaf.register_hook(partial(_call_hooks, weakref.ref(parameter)))
 
 
-@contextlib.contextmanager
-def outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> contextlib.AbstractContextManager[object]:
     """What is made in here may be used in training, too; without gradients where inference mode was on."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+    return _without_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

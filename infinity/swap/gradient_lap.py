@@ -83,7 +83,8 @@ class GradientLap:
         """Whether `.grad` has no part in what becomes of the next gradient, and no hook of the user waits for it there."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         shown = self._shown.get(parameter)
-        empty = parameter.grad is None or (shown is not None and shown.is_shown and shown.taken is Taken.FOR_STEP)
+        grad = parameter.grad
+        empty = grad is None or (shown is not None and grad is shown.grad and shown.taken is Taken.FOR_STEP)
         return empty and len(hooks) == 1 and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
@@ -199,7 +200,7 @@ class GradientLap:
 
     def check_applied(self, inputs: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than a step with these would."""
-        if self._applied and (grad_scale != 1.0 or any(inputs.get(p) != used for p, used in self._applied.items())):
+        if grad_scale != 1.0 or any(inputs.get(p) != used for p, used in self._applied.items()):
             raise InfinityError(
                 "the gradients were applied in the backward already, with other settings, another state or other parameters "
                 "than this step has: change the learning rate and the like before the backward, or set infinity.update "
@@ -208,9 +209,9 @@ class GradientLap:
 
     def check_unused(self) -> None:
         """Raise InfinityError where torch would step once more with a gradient that the last step has used."""
-        for parameter, stand_in in self._shown.items():
+        for stand_in in self._shown.values():
             if stand_in.is_used_up:
-                raise used_up(self.shards[parameter].name)
+                raise used_up(stand_in.name)
 
     def used(self, stepped: Iterable[nn.Parameter]) -> dict[nn.Parameter, Taken]:
         """What became of gradients that a step over these parameters has used, where `.grad` is to show that: they are not in
@@ -245,24 +246,27 @@ class GradientLap:
 
         Raises InfinityError where somebody set `.grad` of one that was taken, which would have no effect.
         """
-        stand_in = self._shown.get(parameter)
-        if stand_in is not None and not stand_in.is_shown and stand_in.taken is Taken.FOR_STEP:
-            raise refusal(self.shards[parameter].name)
-        local = local_of(parameter.grad) if parameter.grad is not None else None
+        stand_in, grad = self._shown.get(parameter), parameter.grad
+        if stand_in is not None and grad is not stand_in.grad and stand_in.taken is Taken.FOR_STEP:
+            raise refusal(stand_in.name)
+        if grad is None:
+            return None
+        local = local_of(grad)
         if isinstance(local, RefusingGradient):
             return local.materialize() if stand_in is not None and stand_in.taken is Taken.ZEROED else None
         return local
 
     def check_untouched(self) -> None:
         """Raise InfinityError where somebody set `.grad` of a gradient that was taken, which would have no effect."""
-        for parameter in self._shown:
-            self.left(parameter)
+        for parameter, stand_in in self._shown.items():
+            if stand_in.taken is Taken.FOR_STEP and parameter.grad is not stand_in.grad:
+                raise refusal(stand_in.name)
 
     def hide_taken(self) -> list[nn.Parameter]:
         """`.grad` of what was taken is None again. The parameters of which it was not."""
-        hidden = [parameter for parameter, stand_in in self._shown.items() if stand_in.is_shown]
-        for stand_in in self._shown.values():
-            stand_in.hide()
+        hidden = [parameter for parameter, stand_in in self._shown.items() if parameter.grad is stand_in.grad]
+        for parameter in hidden:
+            parameter.grad = None
         self._shown.clear()
         return hidden
 

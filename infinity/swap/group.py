@@ -12,6 +12,7 @@ import enum
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -177,7 +178,7 @@ class PagedGroup:
     """Of what the chunk fetches, or the cache holds."""
     resident_delivery: Delivery = field(default_factory=lambda: Delivery(leased=False))
 
-    @property
+    @cached_property
     def is_frozen(self) -> bool:
         """Whether a step changes nothing of what its chunk fetches."""
         return not any(sub.layout.trained for sub in self.members)

@@ -74,17 +74,24 @@ class PagedState:
     def adopted(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """`state`, or what it is once moments that were set by hand are in the arena: another dict, as `state_dict()` gives the
         first one out."""
-        replaced = {name: self._paged(parameter, name) for name in self.replaced(state)}
-        if not replaced:
+        names = self.replaced(state)
+        if not names:
             return state
+        replaced = {name: self._paged(parameter, name) for name in names}
         for name, paged in replaced.items():
             paged._local_tensor.copy_(local_of(state[name]))
         return {**state, **replaced, **({"step": state["step"].clone()} if self._counts_steps else {})}
 
     def replaced(self, state: Mapping[str, Any]) -> list[str]:
         """The moments that are other tensors than those in the arena."""
-        moments = (name for name in self._moments if name in state)
-        return [name for name in moments if not isinstance(local_of(state[name]), PagedTensor)]
+        replaced = []
+        for name in self._moments:
+            moment = state.get(name)
+            if moment is not None and not (
+                isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor)
+            ):
+                replaced.append(name)
+        return replaced
 
     def load(self, parameter: nn.Parameter, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
         """Make `state`, which is empty, with the values of a loaded one. Moments are moved into the arena."""

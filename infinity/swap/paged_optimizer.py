@@ -275,7 +275,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         settings: dict[nn.Parameter, Any] = {}
         for group in self.param_groups:
             settings |= dict.fromkeys(group["params"], self._settings(group))
-        self.lap.check_applied(self._inputs_of(settings), grad_scale)
+        if self.lap.has_applied:
+            self.lap.check_applied(self._inputs_of(settings), grad_scale)
 
     def _inputs_of(self, settings: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
         """By parameter: its settings, how often it was stepped, and whether its moments are those in the arena."""

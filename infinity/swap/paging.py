@@ -240,8 +240,7 @@ class Paging:
         What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
         pass is going on: see [Note: Other threads].
         """
-        leaving = outside_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-        with self._lock, leaving:
+        with self._lock, outside_inference_mode():
             if self._in_use:
                 yield
                 return

@@ -110,16 +110,16 @@ def open_chunks(layout: Layout, sub_groups: Sequence[PagedSubGroup], groups: Seq
 
 def _location(sub: PagedSubGroup, name: Field) -> Location:
     layout: SubGroup = sub.layout
-    nbytes = layout.field_bytes(name)
+    nbytes, numel, dtype = layout.field_bytes(name), layout.field_numel(name), sub.dtype(name)
     if name in layout.held:
-        return Location(Tier.HOST, nbytes, tensor=torch.zeros(layout.field_numel(name), dtype=sub.dtype(name)))
+        return Location(Tier.HOST, nbytes, dtype, numel, tensor=torch.zeros(numel, dtype=dtype))
     if name in layout.cached:  # until `place_cached`
-        return Location(Tier.HOST, nbytes)
-    return Location(Tier.NVME, nbytes, layout.field_offset(name))
+        return Location(Tier.HOST, nbytes, dtype, numel)
+    return Location(Tier.NVME, nbytes, dtype, numel, layout.field_offset(name))
 
 
 def _place(sub: PagedSubGroup, name: Field, cache: Lease, at: int) -> int:
     """The cached field lies at byte `at` of the lease; where the next one may."""
     location = sub.locations[name]
-    sub.locations[name] = replace(location, tensor=cache.view(sub.dtype(name), at, sub.layout.field_numel(name)))
+    sub.locations[name] = replace(location, tensor=cache.view(location.dtype, at, location.numel))
     return at + location.nbytes

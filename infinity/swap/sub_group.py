@@ -15,6 +15,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -46,6 +47,8 @@ class Location:
 
     tier: Tier
     nbytes: int
+    dtype: torch.dtype
+    numel: int
     offset: int = 0
     """NVMe: first byte, in each slot and in the lease."""
     tensor: torch.Tensor | None = field(default=None, repr=False)
@@ -86,12 +89,12 @@ class PagedSubGroup:
         """The number of the slot that may be written to."""
         return self.current_slot if self.current_slot != self.committed_slot else 1 - self.current_slot
 
-    @property
+    @cached_property
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
         return self.layout.lease_bytes > 0
 
-    @property
+    @cached_property
     def rests_in_host(self) -> bool:
         """Whether a part of it changes where it rests, in host memory."""
         return any(location.tier is Tier.HOST for location in self.locations.values())
@@ -131,7 +134,7 @@ class PagedSubGroup:
         if location.tensor is not None:
             return location.tensor
         assert lease is not None
-        return lease.view(self.dtype(name), location.offset, self.layout.field_numel(name))
+        return lease.view(location.dtype, location.offset, location.numel)
 
     def master(self, lease: Lease | None) -> torch.Tensor:
         """The master weights (1-D, fp32): a view, or joined in memory of their own; `set_master` when changed."""

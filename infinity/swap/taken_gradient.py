@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,22 +35,11 @@ class Taken(enum.Enum):
     """zero_grad(set_to_none=False) came since then: it is 0, without memory."""
 
 
-@dataclass
-class _Gradient:
-    """What all views of a stand-in share."""
-
-    name: str
-    taken: Taken = Taken.FOR_STEP
-
-    def refusal(self) -> InfinityError:
-        return used_up(self.name) if self.taken is Taken.BY_STEP else refusal(self.name)
-
-
 class RefusingGradient(ElsewhereTensor):
     """Stands for a gradient (fp32, of the shard's shape) that was taken; holds no elements, and refuses any look at them unless
     they are 0."""
 
-    _gradient: _Gradient
+    _gradient: StandIn
 
     def materialize(self) -> torch.Tensor:
         if self._gradient.taken is not Taken.ZEROED:
@@ -89,14 +77,14 @@ class RefusingGradient(ElsewhereTensor):
 
 
 class StandIn:
-    """What `.grad` of one paged parameter shows of its gradient while that is elsewhere."""
+    """What `.grad` of one paged parameter shows of its gradient while that is elsewhere, and what became of it: `taken`."""
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
         data = parameter.data
         assert isinstance(data, DTensor)
         local = data._local_tensor
-        self._gradient = _Gradient(name)
-        self._parameter, self._local = parameter, _made(local.shape, local.stride(), local.device, self._gradient)
+        self.name, self.taken = name, Taken.FOR_STEP
+        self._parameter, self._local = parameter, _made(local.shape, local.stride(), local.device, self)
         stand_in = DTensor.from_local(
             self._local,
             data.device_mesh,
@@ -105,33 +93,24 @@ class StandIn:
             shape=data.shape,
             stride=data.stride(),
         )
-        self._shown: DTensor = stand_in.detach()  # type: ignore[assignment]
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether `.grad` shows it, or what FSDP2 has added to it since."""
-        return self._parameter.grad is self._shown
-
-    @property
-    def taken(self) -> Taken:
-        """What became of the gradient."""
-        return self._gradient.taken
+        self.grad: DTensor = stand_in.detach()  # type: ignore[assignment]
+        """What `.grad` is while it shows this, or what FSDP2 has added to it since."""
 
     @property
     def is_used_up(self) -> bool:
         """Whether torch would use in a step what the last step has used already."""
-        return self.is_shown and self._shown._local_tensor is self._local and self.taken is Taken.BY_STEP
+        is_shown = self._parameter.grad is self.grad and self.grad._local_tensor is self._local
+        return is_shown and self.taken is Taken.BY_STEP
 
     def show(self, taken: Taken) -> None:
         """From now on `.grad` refuses to be used."""
-        self._gradient.taken = taken
-        self._shown._local_tensor = self._local
-        self._parameter.grad = self._shown
+        self.taken = taken
+        self.grad._local_tensor = self._local
+        self._parameter.grad = self.grad
 
-    def hide(self) -> None:
-        """`.grad` is None, unless somebody has set it."""
-        if self.is_shown:
-            self._parameter.grad = None
+    def refusal(self) -> InfinityError:
+        """For whoever looks at elements."""
+        return used_up(self.name) if self.taken is Taken.BY_STEP else refusal(self.name)
 
 
 def refusal(name: str) -> InfinityError:
@@ -153,7 +132,7 @@ def used_up(name: str) -> InfinityError:
     )
 
 
-def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, gradient: _Gradient) -> RefusingGradient:
+def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, gradient: StandIn) -> RefusingGradient:
     base = torch.empty_strided(shape, stride, dtype=torch.float32, device=device)
     base.untyped_storage().resize_(0)
     made: RefusingGradient = torch.Tensor._make_subclass(RefusingGradient, base)

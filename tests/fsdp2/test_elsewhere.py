@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.first_values import _Whole
-from infinity.swap.taken_gradient import _Gradient, _made
+from infinity.swap.taken_gradient import Taken, _made, refusal
 
 VALUES = [1.0, 2.0, 3.0]
 
@@ -40,5 +41,6 @@ def test_they_are_found(kind: str, look: str) -> None:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_those_of_a_taken_gradient_are_refused(look: str) -> None:
+    stand_in: Any = SimpleNamespace(taken=Taken.FOR_STEP, refusal=lambda: refusal("weight"))
     with pytest.raises(InfinityError, match=r"the gradient of weight is used or changed"):
-        LOOKS[look](_made(torch.Size((3,)), (1,), torch.device("cpu"), _Gradient("weight")))
+        LOOKS[look](_made(torch.Size((3,)), (1,), torch.device("cpu"), stand_in))
