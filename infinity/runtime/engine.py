@@ -175,7 +175,7 @@ class Engine(Passes):
         if self._loss_scale.may_overflow:
             self._note_overflow(factor is None)
         if factor is not None:
-            self._updater.step(grad_scale=factor, prepared=True)
+            self._updater.take_step(factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
         else:

@@ -161,7 +161,7 @@ class GradientLap:
     def queue(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
         """Update members of a group as soon as their gradients are in host memory, which are on their way there: on a CPU now,
         else behind the next group's, or when the backward ends."""
-        behind = self._paging.groups_coming
+        behind = int(self._paging.device.is_discrete)
         if behind and not self._coming:
             Variable._execution_engine.queue_callback(self._update_coming)
         self._coming.append((group, updates))
@@ -284,8 +284,20 @@ class GradientLap:
     def _update_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`. An exception leaves what isn't."""
         while len(self._coming) > leave:
-            self._paging.update_in_backward(*self._coming[0])
+            self._update(*self._coming[0])
             del self._coming[0]
+
+    def _update(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        parameters, policy = self._paging.parameters, self._paging.policy
+
+        def look_ahead(sub: PagedSubGroup) -> None:
+            policy.use_state(sub)
+            parameters.look_ahead()
+
+        with self._paging.entered():
+            parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
+            policy.begin_update(group)
+            self._paging.paged.updates.run_in_backward(group, updates, look_ahead)
 
 
 def move_out(parameter: nn.Parameter) -> None:

@@ -104,13 +104,6 @@ class Delivery:
             self.move_to(GroupState.GATHERING)
         return piece
 
-    def report(self, shard: int) -> bool:
-        """FSDP2 has gathered a shard. Whether it has gathered all that it was given."""
-        self.given.discard(shard)
-        if not self.given:
-            self.report_all()
-        return not self.given
-
     def report_all(self) -> None:
         """FSDP2 has copied all that it was given. What was started for the next gather meanwhile goes on."""
         self.given.clear()

@@ -66,7 +66,7 @@ class PagedState:
         """What lies in the arena of a moment."""
         data = parameter.data
         assert isinstance(data, DTensor)
-        local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging, data.device)
+        local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging.parameters, data.device)
         return DTensor.from_local(
             local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
         )

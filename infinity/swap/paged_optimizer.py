@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
-from infinity.fsdp2.sharding import in_backward
+from infinity.fsdp2.sharding import in_backward, offer_unreduced
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.layout import Field
 from infinity.swap.gradient_lap import GradientLap, Gradients, move_out, trained_shard
@@ -84,15 +84,13 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
                     parameter.register_post_accumulate_grad_hook(came)
                     if shard.resident is None:
-                        self._paging.offer_unreduced(shard.group, partial(_offer, weakref.ref(self), shard.group))
+                        self._offer_unreduced(shard.group)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0, prepared: bool = False
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
-
-        `prepared`: `prepare` was called, before the change of the model's health that this is a part of.
 
         Returns when all are updated, or will be before anybody sees them (`PagingOptions.update`); the last writes go on in
         the background.
@@ -103,11 +101,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not prepared:
-            self.prepare(grad_scale)
+        self.prepare(grad_scale)
         with self._paging.paged.health.change("an optimizer step"):
-            self._take_step(grad_scale)
+            self.take_step(grad_scale)
         return loss
+
+    def _offer_unreduced(self, group: PagedGroup) -> None:
+        module = group.sharded_module
+        if module is not None and not self._paging.device.is_discrete:
+            offer_unreduced(module, partial(_offer, weakref.ref(self), group))
 
     def expect(self, grad_scale: float | None) -> None:
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
@@ -130,7 +132,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.take_gradients()
 
     @torch.no_grad()
-    def _take_step(self, grad_scale: float) -> None:
+    def take_step(self, grad_scale: float) -> None:
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)

@@ -20,10 +20,9 @@ shard is copied into the place where it already is. Any other use of a twin befo
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from torch.utils._pytree import tree_map
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.store.layout import MOMENTS, Field
+from infinity.swap.parameter_lap import ParameterLap
 from infinity.swap.shard import PagedShard
 from infinity.swap.values import RANGE_NUMEL
 
@@ -50,19 +50,6 @@ _FACTORIES = {
 }
 
 
-class Gatherer(Protocol):
-    """Who stages groups: `Paging`."""
-
-    def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
-
-    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes (1-D) on the device among which the shard's compute parameter is, its group in use."""
-
-    def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has gathered the shard."""
-
-
 class _Blank:
     """Shared by a padded twin and its views: True until the shard has been copied into it."""
 
@@ -76,14 +63,14 @@ class PagedTensor(ElsewhereTensor):
     _shard: PagedShard
     _field: Field
     _offset: int
-    _gatherer: Gatherer
+    _lap: ParameterLap
     _twin: _Blank | None
 
     @staticmethod
     def over(
         shard: PagedShard,
         field: Field,
-        gatherer: Gatherer,
+        lap: ParameterLap,
         device: torch.device,
         *,
         geometry: torch.Tensor | None = None,
@@ -95,7 +82,7 @@ class PagedTensor(ElsewhereTensor):
         base = torch.empty_strided(geometry.shape, geometry.stride(), dtype=torch.float32, device=device)
         base.untyped_storage().resize_(0)
         paged: PagedTensor = torch.Tensor._make_subclass(PagedTensor, base)
-        paged._shard, paged._field, paged._gatherer = shard, field, gatherer
+        paged._shard, paged._field, paged._lap = shard, field, lap
         paged._offset, paged._twin = int(geometry.storage_offset()), twin
         return paged
 
@@ -105,7 +92,7 @@ class PagedTensor(ElsewhereTensor):
         if self.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         start, count = self._extent()
-        with self._gatherer.entered():
+        with self._lap.entered():
             flat = self._shard.read(self._field, start, count)
         return flat.as_strided(self.shape, self.stride(), self._offset - start).to(self.device)
 
@@ -115,7 +102,7 @@ class PagedTensor(ElsewhereTensor):
         if self.numel() == 0:
             return
         start, count = self._extent()
-        with self._gatherer.entered():
+        with self._lap.entered():
             if self.is_contiguous():
                 flat = values.detach().to("cpu", torch.float32).reshape(-1)
             else:
@@ -127,7 +114,7 @@ class PagedTensor(ElsewhereTensor):
         """Set to zero what rests as codes, before it is set piece by piece: where a piece is a part of a block, the others of
         that are coded with it, whatever they were."""
         if self._field in MOMENTS and self._shard.has_codes:
-            with self._gatherer.entered():
+            with self._lap.entered():
                 for start in range(0, self.numel(), RANGE_NUMEL):
                     self._shard.write(self._field, start, torch.zeros(min(RANGE_NUMEL, self.numel() - start)))
 
@@ -144,7 +131,7 @@ class PagedTensor(ElsewhereTensor):
         """The padded shard in the dtype of compute; what it is among, as metadata, where FSDP2 is to copy nothing."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
-        piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
+        piece = self._lap.gather(shard, training=module.training, dtype=dtype)
         if shard.is_lodged:
             return (torch.empty(0, dtype=dtype),), piece
         elements = shard.elements(piece).to(dtype)
@@ -162,7 +149,7 @@ class PagedTensor(ElsewhereTensor):
         out: nn.Parameter | None = None,
     ) -> tuple[torch.Tensor, tuple[()]] | None:
         """The gathered parameter is in FSDP2's own buffer, and ours is free now; or it lies in ours."""
-        self._gatherer.gathered(self._shard)
+        self._lap.gathered(self._shard)
         if out is not None:
             return None
         return all_gather_outputs[0] if metadata is None else self._shard.lodge(metadata), ()
@@ -221,7 +208,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return made
         if made.dtype != base.dtype:
             raise InfinityError(f"a paged tensor can't be viewed as {made.dtype}: clone() it first")
-        return PagedTensor.over(base._shard, base._field, base._gatherer, base.device, geometry=made, twin=base._twin)
+        return PagedTensor.over(base._shard, base._field, base._lap, base.device, geometry=made, twin=base._twin)
 
     return tree_map(over, geometry)
 
@@ -233,7 +220,7 @@ def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         size = torch.Size(args[1])
         if size == shard.padded_shape and base.shape == shard.shape != size and base._field is Field.MASTER:
             geometry = torch.empty(size, device="meta")
-            return PagedTensor.over(shard, base._field, base._gatherer, base.device, geometry=geometry, twin=_Blank())
+            return PagedTensor.over(shard, base._field, base._lap, base.device, geometry=geometry, twin=_Blank())
     stand_in = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     kwargs = {**kwargs, "device": kwargs.get("device") or base.device}
     made: torch.Tensor = func(stand_in, *args[1:], **kwargs)

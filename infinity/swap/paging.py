@@ -32,7 +32,6 @@ from infinity.fsdp2.guarded import carry_hooks, guard, outside_inference_mode
 from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import (
     ShardedGroup,
-    TakeUnreduced,
     abandon_unfinished_pass,
     forget_gathered,
     guard_state_dict,
@@ -40,16 +39,13 @@ from infinity.fsdp2.sharding import (
     install,
     is_at_rest,
     is_in_forward,
-    offer_unreduced,
 )
 from infinity.fsdp2.vertical import micro_batches_in, reductions_in
 from infinity.schedule.pinned import sub_groups_ahead
-from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
 from infinity.store.layout import Field
 from infinity.swap.ahead import DeviceAhead
-from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.machinery import Machinery
 from infinity.swap.options import PagingOptions
@@ -57,9 +53,8 @@ from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.parameter_lap import ParameterLap
 from infinity.swap.policy import StagingPolicy
-from infinity.swap.shard import GradientState, PagedShard
+from infinity.swap.shard import GradientState
 from infinity.swap.stager import Stager
-from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
 from infinity.swap.waiting_gradients import WaitingGradients
@@ -108,12 +103,12 @@ class Paging:
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead()
-        self.parameters = ParameterLap(paged, self.policy, ahead, alone=alone)
+        self.parameters = ParameterLap(paged, self.policy, ahead, self.entered, alone=alone)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
         self._thread = threading.get_ident()
-        """The training thread: where the last pass began."""
+        """The training thread: the last one that was in here, but for autograd's."""
         self._backward_follows = False
         """Whether the last forward was one that a backward may follow."""
         self._in_use = self._broken = False
@@ -126,7 +121,7 @@ class Paging:
         parameters = [parameter for group in groups for parameter in group.parameters]
         replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(self.paged.shards, parameters, strict=True):
-            local = PagedTensor.over(shard, Field.MASTER, self, self.device.torch_device)
+            local = PagedTensor.over(shard, Field.MASTER, self.parameters, self.device.torch_device)
             shard.filled |= shard.shape.numel() == 0
             if not shard.filled and not source.local.is_meta and not resumes:
                 local.store(source.local.detach())
@@ -165,51 +160,7 @@ class Paging:
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
         model.register_forward_hook(self._end_pass, always_call=True)
 
-    # The parameter lap, entered by the paged tensors.
-
-    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes (1-D) on the device among which the shard's compute parameter is: see `ParameterLap.gather`."""
-        timeline = self.timeline
-        with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
-            if threading.get_ident() != self._thread and not in_backward():
-                self._thread = threading.get_ident()
-            return self.parameters.gather(shard, training=training, dtype=dtype)
-
-    def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has gathered the shard: see `ParameterLap.gathered`."""
-        with self.entered():
-            self.parameters.gathered(shard)
-
-    # The gradient lap, entered by the optimizer.
-
-    def offer_unreduced(self, group: PagedGroup, take: TakeUnreduced) -> None:
-        """Have `take` called with the gradients of a group which FSDP2 would only copy."""
-        if not self.device.is_discrete and group.sharded_module is not None:
-            offer_unreduced(group.sharded_module, take)
-
-    @property
-    def groups_coming(self) -> int:
-        """Of how many groups the gradients may be on their way while the one before is updated."""
-        return int(self.device.is_discrete)
-
-    def update_in_backward(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
-        """Update members of a group now, to stay or for the step to accept: see [Note: Updates in the backward] in
-        pending_updates.py and [Note: Speculative updates] in speculation.py.
-
-        Raises IoError when a transfer failed; the values are torn then, as after any failure, unless the updates are
-        speculative.
-        """
-        pending, speculative = self.paged.updates, group.timing is UpdateTiming.SPECULATIVE
-        around = pending.compute_staged if speculative else pending.applying
-        run = pending.run_speculative if speculative else pending.run_applied
-        with self.entered():
-            self.parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
-            self.policy.begin_update(group)
-            with around(group, [*updates]) as compute:
-                for sub, update in updates.items():
-                    run(sub, update, compute)
-                    self.policy.use_state(sub)
-                    self.parameters.look_ahead()
+    # Between steps.
 
     def finish_updates(self) -> None:
         """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in pending_updates.py.
@@ -245,6 +196,8 @@ class Paging:
                 yield
                 return
             self.check_thread()
+            if not in_backward():
+                self._thread = threading.get_ident()
             if self._broken:
                 self.recover()
             self._in_use = True

@@ -22,7 +22,8 @@ one piece of their own; whatever is about to change one of them takes these back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,7 +43,8 @@ class ParameterLap:
 
     policy: what to stage when. ahead: which groups go to the device before they are gathered, where that has memory of its
     own.
-    alone: whether the model is sharded over one rank, on which FSDP2 gathers a group as soon as it has it.
+    entered: around all that moves something. alone: whether the model is sharded over one rank, on which FSDP2 gathers a group
+    as soon as it has it.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class ParameterLap:
         paged: PagedModel,
         policy: StagingPolicy,
         ahead: DeviceAhead | None,
+        entered: Callable[[], contextlib.AbstractContextManager[None]],
         *,
         alone: bool,
     ) -> None:
-        self._paged, self._policy, self._alone = paged, policy, alone
+        self._paged, self._policy, self.entered, self._alone = paged, policy, entered, alone
         self._stager = paged.stager
         self.ahead = ahead
         self._asked: PagedGroup | None = None
@@ -69,22 +72,30 @@ class ParameterLap:
         the values are torn, were never given, or are asked for in another dtype; IoError when a transfer failed.
         """
         delivery = shard.delivery
-        if delivery.state is not GroupState.GATHERING or shard.index in delivery.given:
+        if delivery.state is GroupState.GATHERING and shard.index not in delivery.given:
+            return delivery.give(shard.index)
+        timeline = self._stager.timeline
+        with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
             self._begin(shard, training, dtype)
-        return delivery.give(shard.index)
+            return delivery.give(shard.index)
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has copied a shard. The group's lease goes back with its last one, or earlier."""
         timeline = self._stager.timeline
         if timeline is not None:
             timeline.gathered(shard.group.name, at_once=self._alone)
-        group = shard.group
-        last = not group.delivery.given and shard.index == group.shards[-1]
+        group, delivery = shard.group, shard.group.delivery
         if shard.resident is None:
-            last = group.delivery.report(shard.index)
-            if last:
+            last = delivery.given == {shard.index}
+        else:
+            last = not delivery.given and shard.index == group.shards[-1]
+        if not last:
+            delivery.given.discard(shard.index)
+            return
+        with self.entered():
+            if shard.resident is None:
+                delivery.report_all()
                 self._give_back(group)
-        if last:
             self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:

@@ -22,13 +22,14 @@ of which a gradient is missing, or that was used in forward more than once so th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
 
 from infinity.aio import Lease
 from infinity.schedule.readahead import in_turn
+from infinity.schedule.update_timing import UpdateTiming
 from infinity.swap.chunk import ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
@@ -210,44 +211,44 @@ class PendingUpdates:
 
     # In the backward, where nothing waits.
 
-    @contextlib.contextmanager
-    def applying(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """Around the updates, to stay, of members of a group whose gradients came: see [Note: Updates in the backward].
+    def run_in_backward(
+        self,
+        group: PagedGroup,
+        updates: Mapping[PagedSubGroup, SubGroupUpdate],
+        after_each: Callable[[PagedSubGroup], None],
+    ) -> None:
+        """Update members of a group whose gradients came: to stay ([Note: Updates in the backward]), or in their other slot,
+        for the step to accept ([Note: Speculative updates] in speculation.py).
 
-        The lease holds the group's compute parameters, where its masters need them or they stay. Raises IoError when a transfer
-        failed. After any failure the values are torn.
+        Where the masters need the group's compute parameters or the group stays, these are in its lease meanwhile. Afterwards
+        that holds the new ones if the group stays; else it is forgotten. Raises IoError when a transfer failed. After any
+        failure the values are torn, unless the updates are speculative.
         """
-        with self._health.change("an update in the backward"):
-            if group.cached is not None:
-                group.forget(self._stager)  # its compute parameters change where they lie
-            with self.compute_staged(group, updated) as compute:
-                yield compute
-            if group.chunk is not None:
-                group.chunk.early = ()
+        assert group.timing.in_backward and not any(sub in self._pending for sub in updates)
+        stager, speculative = self._stager, group.timing is UpdateTiming.SPECULATIVE
+        run = self._run_speculative if speculative else self._run_applied
+        with contextlib.nullcontext() if speculative else self._health.change("an update in the backward"):
+            if group.cached is not None and not speculative:
+                group.forget(stager)  # its compute parameters change where they lie
+            chunk = group.renewed
+            compute = stager.acquire(chunk) if chunk is not None else None
+            stays = False
+            try:
+                if chunk is not None:
+                    stager.wait_copied(chunk)  # what it holds changes in the updates
+                for sub, update in updates.items():
+                    run(sub, update, compute)
+                    after_each(sub)
+                stays = group.stays
+            finally:
+                if chunk is not None and stays:
+                    chunk.early = tuple(sub.chunk for sub in updates) if speculative else ()
+                    group.end_gather(stager)
+                else:
+                    group.forget(stager)
+                self.point(group)
 
-    @contextlib.contextmanager
-    def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """The lease of a group's compute parameters, where the masters need these or the group stays. Afterwards it holds what
-        the updates made, `early`, where the group stays; else it is forgotten."""
-        assert group.timing.in_backward and not any(sub in self._pending for sub in updated)
-        chunk, stager = group.renewed, self._stager
-        compute = stager.acquire(chunk) if chunk is not None else None
-        stays = False
-        try:
-            if chunk is not None:
-                stager.wait_copied(chunk)  # what it holds changes in the updates
-            yield compute
-            stays = group.stays
-        finally:
-            if chunk is not None and stays:
-                chunk.early = tuple(sub.chunk for sub in updated)
-                group.end_gather(stager)
-            else:
-                group.forget(stager)
-            self.point(group)
-
-    def run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
-        """Update one whose compute parameter is in its group's lease, or in host memory; inside `applying`."""
+    def _run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         if sub.moves:
@@ -256,8 +257,7 @@ class PendingUpdates:
             return
         self._make(sub, update, None, compute, holds_old=True)
 
-    def run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
-        """Update one in its other slot, for the step to accept: see [Note: Speculative updates] in speculation.py."""
+    def _run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         with self._undo_on_error(sub):
             self._update_staged(sub, update, compute)
             ties = sub.ties

@@ -692,9 +692,9 @@ def test_writing_through_the_master_changes_what_is_gathered(
     assert (local._shard.resident is not None) == (name == "2.bias")
 
     def gathered() -> torch.Tensor:
-        piece = swap.paging.gather(local._shard, training=True, dtype=torch.bfloat16)
+        piece = swap.paging.parameters.gather(local._shard, training=True, dtype=torch.bfloat16)
         staged = local._shard.elements(piece).clone()
-        swap.paging.gathered(local._shard)
+        swap.paging.parameters.gathered(local._shard)
         return staged.view(local.shape)
 
     assert torch.equal(gathered(), local.clone().bfloat16())
@@ -718,7 +718,7 @@ def test_gather_in_another_dtype_is_refused(paged_model: tuple[nn.Sequential, Sw
     with pytest.raises(
         InfinityError, match=r"0\.weight is gathered in torch\.float16, but was paged for torch\.bfloat16"
     ):
-        swap.paging.gather(shard, training=True, dtype=torch.float16)
+        swap.paging.parameters.gather(shard, training=True, dtype=torch.float16)
 
 
 def test_parameters_without_values_are_not_gathered(mesh: DeviceMesh, nvme_path: Path) -> None:
