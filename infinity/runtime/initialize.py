@@ -7,7 +7,7 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,16 @@ from infinity.fsdp2.gathered import remember_sharded
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.vertical import Vertical
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
+from infinity.optim.hosted import Stepper
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
-from infinity.runtime.in_memory import InMemory, NoCommits, Storage, Updater
+from infinity.runtime.in_memory import InMemory, NoCommits
 from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
+    Groups,
     check_moments_dtype,
     make_early,
     make_optimizer,
@@ -41,8 +43,8 @@ from infinity.runtime.optimizers import (
 )
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.pretrained import save_as_pretrained
-from infinity.runtime.resolved import compute_device, report_config, resolve
-from infinity.swap import PagedOptimizer
+from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
+from infinity.swap import PagedOptimizer, SwapManager
 
 log = logging.getLogger("infinity")
 
@@ -112,38 +114,17 @@ def initialize(
         undo.callback(close_group)
         show_words()
         with raise_on_all_ranks():
-            settled = load_config(source).resolve(
-                world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
-            )
-            check_monitors(settled)
             check_supported(model, init_fn, weights)
-            stepper = None
-            if settled.uses_nvme:
-                optimizer = early = make_early(model, optimizer, model_parameters)
-            groups = trained_names(model, model_parameters, optimizer)
-            if settled.uses_nvme:
-                stepper = stepper_for(settled, early, groups)
-                check_moments_dtype(settled, stepper)
-            if optimizer is None and isinstance(settled.optimizer, MuonConfig):
-                groups = split_for_muon(groups, model, settled.optimizer, fused=settled.infinity.fused)
-            resolved = resolve(
-                settled,
-                ranks=dist.get_world_size(),
-                numel=sum(p.numel() for p in model.parameters()),
-                moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
-                matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
-                trains=optimizer is not None or settled.optimizer is not None,
-                device_type=compute_device().type,
-            )
+            asked = _understand(source, model, optimizer, model_parameters, auto or {})
         check_alike(model, weights)
         if dist.get_rank() == 0:
-            report_config(settled)
-        run = open_run(settled.nvme_paths, resolved.run_name, resume=resume)
+            report_config(asked.config)
+        run = open_run(asked.config.nvme_paths, asked.resolved.run_name, resume=resume)
         if run is not None:
             undo.callback(run.give_up)
         resumed = run.resumed if run is not None else None
-        stays = weights if settled.infinity.checkpoint_format != "arena" else None  # which holds all of the model
-        resolved, swap, live, activations = shard_and_page(model, resolved, run, stays, undo)
+        stays = weights if asked.config.infinity.checkpoint_format != "arena" else None  # which holds all of the model
+        resolved, swap, live, activations = shard_and_page(model, asked.resolved, run, stays, undo)
         remember_sharded(model)
         peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
@@ -152,16 +133,10 @@ def initialize(
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
             give_values(model, resolved, swap, weights, init_fn, unpaged_state)
-            made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
-            schedule = make_schedule(settled, lr_scheduler, made, optimizer)
-            loader = _make_loader(training_data, settled, collate_fn)
-        updater: Updater
-        storage: Storage
-        if swap is not None:
-            assert isinstance(made, PagedOptimizer)
-            updater, storage = made, swap
-        else:
-            updater = storage = InMemory(model, made)
+            made = make_optimizer(model, asked.config, asked.optimizer, asked.groups, swap, asked.stepper)
+            schedule = make_schedule(asked.config, lr_scheduler, made, asked.optimizer)
+            loader = _make_loader(training_data, asked.config, collate_fn)
+        in_memory = InMemory(model, made) if swap is None else None
         engine = Engine(
             module=model,
             optimizer=made,
@@ -169,8 +144,8 @@ def initialize(
             training_dataloader=loader,
             resolved=resolved,
             swap=swap,
-            storage=storage,
-            updater=updater,
+            storage=in_memory or cast(SwapManager, swap),
+            updater=in_memory or cast(PagedOptimizer, made),
             commits=Commits(run, swap) if run is not None and swap is not None else NoCommits(),
             live=live,
             activations=activations,
@@ -183,11 +158,47 @@ def initialize(
         with raise_on_all_ranks():
             if unpaged_state is not None:
                 engine.resume(unpaged_state)
-            monitors = make_monitors(settled)
+            monitors = make_monitors(asked.config)
             undo.callback(monitors.close)
             engine.report_to(monitors)
         undo.pop_all()
     return engine, made if resolved.trains else None, loader, schedule
+
+
+class _Asked(NamedTuple):
+    """What a training is to be. optimizer: the user's, or what makes it; None for the config's. groups: settings and names of
+    trained parameters, by parameter group. stepper: steps the paged parameters of an optimizer that is not infinity's own."""
+
+    config: Config
+    optimizer: Any
+    groups: Groups
+    stepper: Stepper | None
+    resolved: Resolved
+
+
+def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, auto: Mapping[str, Any]) -> _Asked:
+    """What is asked for, before anything is changed. Raises ConfigError where that can't be."""
+    config = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **auto)
+    check_monitors(config)
+    stepper = early = None
+    if config.uses_nvme:
+        optimizer = early = make_early(model, optimizer, parameters)
+    groups = trained_names(model, parameters, optimizer)
+    if config.uses_nvme:
+        stepper = stepper_for(config, early, groups)
+        check_moments_dtype(config, stepper)
+    if optimizer is None and isinstance(config.optimizer, MuonConfig):
+        groups = split_for_muon(groups, model, config.optimizer, fused=config.infinity.fused)
+    resolved = resolve(
+        config,
+        ranks=dist.get_world_size(),
+        numel=sum(p.numel() for p in model.parameters()),
+        moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
+        matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
+        trains=optimizer is not None or config.optimizer is not None,
+        device_type=compute_device().type,
+    )
+    return _Asked(config, optimizer, groups, stepper, resolved)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -104,38 +104,45 @@ class ModelHealth:
 
     def check_whole(self) -> None:
         """Raise InfinityError when the values are not those of one step, naming why, and the next move."""
-        self.check_not_torn()
-        self.check_not_part_stepped()
+        if self.state is not Health.WHOLE:
+            raise self._refusal()
 
     def check_not_part_stepped(self) -> None:
         """Raise InfinityError between the first update of a backward and the end of its step."""
         if self.state is Health.PART_STEPPED:
-            raise InfinityError(
-                "the backward has updated a part of the model already, and step() has not been called: until then its "
-                "parameters can't be used, looked at or set; call step() first, or set infinity.update "
-                '(PagingOptions.update) to "forward"'
-            )
+            raise self._refusal()
 
     def check_not_torn(self) -> None:
         """Raise InfinityError when the values are torn (they may still be set, not used), sealed, or gone."""
-        self.check_not_sealed()
-        if self.state is Health.TORN:
-            raise InfinityError(
-                f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
-                f"{self._why}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
-                "before going on"
-            )
+        if self.state not in (Health.WHOLE, Health.PART_STEPPED):
+            raise self._refusal()
 
     def check_not_sealed(self) -> None:
         """Raise InfinityError when nothing may be written any more, or the values are gone."""
-        self.check_not_closed()
-        if self.state is Health.SEALED:
-            raise InfinityError(
-                f"nothing is written any more since this failed: {self._why}; start again with resume=True to go on from "
-                "the last committed step"
-            )
+        if self.state in (Health.SEALED, Health.CLOSED):
+            raise self._refusal()
 
     def check_not_closed(self) -> None:
         """Raise InfinityError when there are no values any more."""
         if self.state is Health.CLOSED:
-            raise InfinityError(self._why)
+            raise self._refusal()
+
+    def _refusal(self) -> InfinityError:
+        if self.state is Health.PART_STEPPED:
+            return InfinityError(
+                "the backward has updated a part of the model already, and step() has not been called: until then its "
+                "parameters can't be used, looked at or set; call step() first, or set infinity.update "
+                '(PagingOptions.update) to "forward"'
+            )
+        if self.state is Health.TORN:
+            return InfinityError(
+                f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
+                f"{self._why}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
+                "before going on"
+            )
+        if self.state is Health.SEALED:
+            return InfinityError(
+                f"nothing is written any more since this failed: {self._why}; start again with resume=True to go on from "
+                "the last committed step"
+            )
+        return InfinityError(self._why)

@@ -45,13 +45,12 @@ from infinity.schedule.pinned import sub_groups_ahead
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
 from infinity.store.layout import Field
-from infinity.swap.ahead import DeviceAhead
 from infinity.swap.health import Health
 from infinity.swap.machinery import Machinery
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
-from infinity.swap.parameter_lap import ParameterLap
+from infinity.swap.parameter_lap import DeviceAhead, ParameterLap
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.shard import GradientState
 from infinity.swap.stager import Stager

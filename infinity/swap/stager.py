@@ -22,8 +22,7 @@ from infinity.device import CopyEvent, Device
 from infinity.errors import BudgetError
 from infinity.schedule.readahead import ReadAhead, in_turn
 from infinity.store.arena import Arena
-from infinity.swap.chunk import Chunk, ChunkState
-from infinity.swap.chunk_io import ChunkIo
+from infinity.swap.chunk import Chunk, ChunkIo, ChunkState
 from infinity.swap.timeline import Timeline, measured
 from infinity.units import format_bytes
 
@@ -326,8 +325,9 @@ class Stager:
 
     def _write_arrived(self) -> None:
         """Start to write what the device has brought by now."""
-        for chunk in _ended(self._from_device, lambda chunk: chunk.device_is_done):
-            self._write_from_device(chunk)
+        if self._from_device:
+            for chunk in _ended(self._from_device, lambda chunk: chunk.device_is_done):
+                self._write_from_device(chunk)
 
     def _write_from_device(self, chunk: Chunk) -> None:
         self.wait_copied(chunk)

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
-from infinity.swap.chunk import Chunk, ChunkState
-from infinity.swap.chunk_io import ChunkIo
+from infinity.swap.chunk import Chunk, ChunkIo, ChunkState
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.stager import Stager
