@@ -96,12 +96,8 @@ class Lease:
         self._pool = pool
         self.offset = offset
         self.nbytes = nbytes
-        self._held = True
-
-    @property
-    def held(self) -> bool:
+        self.held = True
         """Whether the lease was not given back yet."""
-        return self._held
 
     def view(self, dtype: torch.dtype, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """A 1-D tensor over the leased bytes.
@@ -113,7 +109,7 @@ class Lease:
 
         The view is valid until the lease is given back, which is not checked. Raises InfinityError in a forked child.
         """
-        assert self._held, "a view of a lease that was given back"
+        assert self.held, "a view of a lease that was given back"
         if os.getpid() != self._pool.pid:
             raise InfinityError(IN_CHILD)
         count = (self.nbytes - start) // dtype.itemsize if numel is None else numel
@@ -123,15 +119,15 @@ class Lease:
 
     def give_back(self) -> None:
         """Return the bytes to the pool. No transfer or device copy may still use them."""
-        assert self._held, "a lease came back twice"
-        self._held = False
-        self._pool._return(self)
+        assert self.held, "a lease came back twice"
+        self.held = False
+        self._pool._ranges.put(self.offset - self._pool._start, self.nbytes)
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._held:
+        if self.held:
             self.give_back()
 
 
@@ -168,9 +164,6 @@ class Lender:
         """Take back every lease but these, after an exception that may have lost some. No transfer may use the others, and
         nobody may use them or give them back afterwards."""
         self._ranges.reset((lease.offset - self._start, lease.nbytes) for lease in keep)
-
-    def _return(self, lease: Lease) -> None:
-        self._ranges.put(lease.offset - self._start, lease.nbytes)
 
 
 class PinnedPool(Lender):

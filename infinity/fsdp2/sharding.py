@@ -19,7 +19,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.experts import Expert
 from infinity.fsdp2.guarded import set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
-from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
+from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter, TrainingState
 
 
 def reshard(model: nn.Module) -> None:
@@ -107,15 +107,18 @@ def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
     shared = root._state_ctx
     if shared.post_backward_final_callback_queued or (shared.iter_forward_root is not None and not root_may_run):
         return True
-    running = [root, *param_groups_of(root)] if root_may_run and root._training_state.name == "FORWARD" else []
-    holders = (*shared.all_states, *_all_groups(model))
-    return any(holder._training_state.name != "IDLE" and holder not in running for holder in holders)
+    for state in shared.all_states:
+        if state is root and root_may_run and root._training_state == TrainingState.FORWARD:
+            continue
+        if any(holder._training_state != TrainingState.IDLE for holder in (state, *state._fsdp_param_groups)):
+            return True
+    return False
 
 
 def _all_groups(model: nn.Module) -> list[Any]:
     """Of a root, in the classes of guarded.py."""
     assert isinstance(model, FSDPModule)
-    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups_of(state)]
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in state._fsdp_param_groups]
 
 
 def held_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -376,8 +379,7 @@ def reshards_to_fewer_ranks(module: FSDPModule) -> bool:
 
 
 def param_groups_of(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
-    return [group for group in groups if group is not None]
+    return [group for group in state._fsdp_param_groups if group is not None]
 
 
 def _checked(name: str, parameter: nn.Parameter) -> DTensor:

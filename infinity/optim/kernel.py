@@ -132,6 +132,8 @@ def update(
         _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
         if piece.grad.dtype is not grad_dtype:
             raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
+    addressed = {"scales": scales, "master": master, "copy": compute_param, "remainder": remainder, "staged": staged}
+    addressed["pages"] = sums.pages if sums is not None else None
     new_ties, new_sums, wrong_page = _optim.update(
         lr=settings.lr,
         beta1=settings.betas[0],
@@ -149,16 +151,11 @@ def update(
         numel=numel,
         exp_avg=exp_avg.data_ptr(),
         exp_avg_sq=exp_avg_sq.data_ptr(),
-        scales=_address(scales),
-        master=_address(master),
-        copy=_address(compute_param),
-        remainder=_address(remainder),
-        staged=_address(staged),
         ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
-        pages=_address(sums.pages if sums is not None else None),
         expected=expected,
         threads=threads or torch.get_num_threads(),
         instructions=instructions,
+        **{name: 0 if tensor is None else tensor.data_ptr() for name, tensor in addressed.items()},
     )
     if sums is not None:
         sums.new = new_sums.astype("<u4", copy=False).tobytes()
@@ -341,10 +338,6 @@ def _same_steps(settings: AdamSettings, numel: int) -> bool:
             steps=[torch.tensor(float(done))],
         )
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check_split(compute_param: torch.Tensor, remainder: torch.Tensor, numel: int) -> None:

@@ -176,7 +176,7 @@ class PagedGroup:
         """Whether a step changes nothing of what its chunk fetches."""
         return not any(sub.layout.trained for sub in self.members)
 
-    @property
+    @cached_property
     def completes(self) -> Chunk | None:
         """What holds compute parameters that are a part of its masters, which an update in the backward takes from there."""
         return self.chunk if any(sub.gathers_from_nvme and sub.layout.split for sub in self.members) else None

@@ -195,8 +195,6 @@ class Paging:
                 yield
                 return
             self.check_thread()
-            if not in_backward():
-                self._thread = threading.get_ident()
             if self._broken:
                 self.recover()
             self._in_use = True
@@ -269,22 +267,24 @@ class Paging:
             self.recover()
 
     def check_thread(self) -> None:
-        """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads]."""
-        if threading.get_ident() == self._thread or in_backward() or self._thread not in sys._current_frames():
-            return  # or that thread has ended
+        """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads].
+        Between passes the caller's thread is the training one from now on."""
+        thread = threading.get_ident()
+        if thread == self._thread or in_backward():
+            return
         model = self._model() if self._model is not None else None
-        if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
+        ended = self._thread not in sys._current_frames()
+        if model is not None and not ended and not is_at_rest(model, gathered=not self._backward_follows):
             raise InfinityError(
                 "another thread trains the model, whose parameters rest on NVMe, and it is in the middle of a step: look at "
                 "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
             )
+        self._thread = thread
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
             return
         with self._lock:
-            self.check_thread()
-            self._thread = threading.get_ident()
             self.leave_unfinished_pass(at_root=True)
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()

@@ -99,7 +99,7 @@ class PagedSubGroup:
         """Whether a part of it changes where it rests, in host memory."""
         return any(location.tier is Tier.HOST for location in self.locations.values())
 
-    @property
+    @cached_property
     def gathers_from_nvme(self) -> bool:
         """Whether gathering it takes bytes from the arena."""
         return self.locations[self.layout.gathered].tier is Tier.NVME
