@@ -127,7 +127,7 @@ def torchrun() -> Ranks:
 
 @pytest.fixture
 def forked_ranks() -> Ranks:
-    """The same without torchrun, by ranks that have torch already (tests/launch.py): seconds of a core less a call."""
+    """The same without torchrun, by ranks that have torch already (tests/helpers/launch.py): seconds of a core less a call."""
     return partial(run_ranks, fork_ranks)
 
 

@@ -31,7 +31,7 @@ TYPES = ("infinity/py.typed", "infinity/_aio.pyi", "infinity/_optim.pyi")
 
 SDIST = (
     *("csrc/aio/engine.h", "csrc/optim/kernels.inc", "csrc/optim/codes.inc", "infinity/py.typed", "LICENSE"),
-    *("tests/conftest.py", "tests/durable_training.py", "tests/csrc/sanitized.py"),
+    *("tests/conftest.py", "tests/helpers/durable_training.py", "tests/helpers/sanitized.py"),
 )
 LOADED = """
 import sys; sys.path.insert(0, sys.argv[1])

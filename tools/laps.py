@@ -27,7 +27,7 @@ import infinity
 ROOT = Path(__file__).resolve().parent.parent
 CEILINGS = ROOT / "tools" / "ceilings.json"
 PACKAGE = str(Path(infinity.__file__).parent)
-PARTS = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "_take_unreduced", "take_step")
+PARTS = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "_take_unreduced", "_take_step")
 WARM_UP = 6
 
 

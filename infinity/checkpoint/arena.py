@@ -332,7 +332,7 @@ def _check_fits(
 def _copy_back(state: RankState, swap: SwapManager) -> None:
     paged = swap.paged
     for sub, there, ties in zip(paged.sub_groups, state.snapshot.sub_groups, state.ties, strict=True):
-        paged.set_state(sub, ties.clone(), partial(state.read_field, there))
+        paged.values.set_sub_group(sub, ties.clone(), partial(state.read_field, there))
     commit = state.record.commit
     for number, (shard, filled, stepped) in enumerate(zip(paged.shards, commit.filled, commit.stepped, strict=True)):
         shard.filled, shard.stepped = filled == "1", stepped == "1"

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.foreign_pickle import Inert, StoredTensor, load_foreign
+from infinity.checkpoint.foreign_pickle import Inert, PickledTensor, load_foreign
 from infinity.checkpoint.manifest import is_deepspeed_checkpoint
 from infinity.errors import CheckpointError, parsing
 from infinity.store.files import read_small
@@ -46,7 +46,7 @@ _ADVICE = "resume it in DeepSpeed with ZeRO-3 alone and the optimizer not on NVM
 
 
 @dataclass(frozen=True)
-class Extent:
+class PartitionRange:
     """The part of a parameter that one of several tensors holds: `numel` elements from its index `first` on."""
 
     tensor: int
@@ -64,8 +64,8 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    extents: Sequence[Extent]
-    values: Mapping[str, Sequence[StoredTensor]]
+    extents: Sequence[PartitionRange]
+    values: Mapping[str, Sequence[PickledTensor]]
     group: int | None = None
     steps: int | None = None
 
@@ -95,7 +95,7 @@ class DeepSpeedCheckpoint:
     ranks: int
     parameters: Sequence[Parameter]
     aliases: Mapping[str, str]
-    buffers: Mapping[str, StoredTensor]
+    buffers: Mapping[str, PickledTensor]
     groups: Sequence[Mapping[str, Any]]
     model_state: Mapping[str, Any]
     loss_scaler: Mapping[str, Any]
@@ -262,7 +262,7 @@ class _Partitioned(_Layout):
             for name, shape in shapes.items():
                 yield _checked(Parameter(name, shape, extents[name], values, group, *steps))
 
-    def _extents_of_stage3(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[Extent]]:
+    def _extents_of_stage3(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[PartitionRange]]:
         ranks, first, extents = len(self.optimizers), 0, {}
         for name, shape in shapes.items():
             extents[name] = _equal_parts(shape, ranks, first)
@@ -272,12 +272,12 @@ class _Partitioned(_Layout):
                 raise _refused(self.path, f"rank {rank} has {numel} elements of sub-group {number} instead of {first}")
         return extents
 
-    def _extents_of_fragments(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[Extent]]:
-        extents: dict[str, list[Extent]] = {name: [] for name in shapes}
+    def _extents_of_fragments(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[PartitionRange]]:
+        extents: dict[str, list[PartitionRange]] = {name: [] for name in shapes}
         for rank, state in enumerate(self.optimizers):
             for name, fragment in state["param_slice_mappings"][number].items():
                 address = fragment.attributes()
-                extents[name].append(Extent(rank, count_of(address["start"]), count_of(address["numel"])))
+                extents[name].append(PartitionRange(rank, count_of(address["start"]), count_of(address["numel"])))
         return extents
 
 
@@ -303,20 +303,20 @@ class _Universal(_Layout):
                 values = {field: [_whole(zero / name / f"{field}.pt")] for field in _FIELDS}
                 noted = zero / name / "step.pt"
                 of_parameter = count_of(load_foreign(noted) if noted.exists() else steps)
-                extents = [Extent(0, 0, math.prod(shape))]
+                extents = [PartitionRange(0, 0, math.prod(shape))]
                 yield _checked(Parameter(name, shape, extents, values, group, of_parameter), whole=True)
 
 
-def _whole(path: Path) -> StoredTensor:
+def _whole(path: Path) -> PickledTensor:
     content = load_foreign(path)
     return _tensor(content["param"] if isinstance(content, dict) else content)
 
 
-def _equal_parts(shape: tuple[int, ...], ranks: int, first: int) -> list[Extent]:
+def _equal_parts(shape: tuple[int, ...], ranks: int, first: int) -> list[PartitionRange]:
     """A parameter in equal parts, each at `first` of the tensor of its rank; the last ones may be shorter, or empty."""
     numel = math.prod(shape)
     part = math.ceil(numel / ranks)
-    return [Extent(rank, first, max(0, min(part, numel - rank * part))) for rank in range(ranks)]
+    return [PartitionRange(rank, first, max(0, min(part, numel - rank * part))) for rank in range(ranks)]
 
 
 def _checked(parameter: Parameter, *, whole: bool = False) -> Parameter:
@@ -358,8 +358,8 @@ def _adam_state(path: Path, state: Any) -> Mapping[str, Any]:
     return state
 
 
-def _tensor(value: Any) -> StoredTensor:
-    if not isinstance(value, StoredTensor):
+def _tensor(value: Any) -> PickledTensor:
+    if not isinstance(value, PickledTensor):
         raise TypeError(f"there is no tensor but a {getattr(value, 'of', type(value).__name__)}")
     return value
 
@@ -377,7 +377,7 @@ def _by_name(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 def number_of(value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """A finite number, or the tensor of one, that others wrote. Raises ValueError for another."""
-    if isinstance(value, StoredTensor) and value.numel == 1:
+    if isinstance(value, PickledTensor) and value.numel == 1:
         value = value.read().item()
     if not isinstance(value, (int, float)):
         raise ValueError(f"it has a {getattr(value, 'of', type(value).__name__)} for a number")

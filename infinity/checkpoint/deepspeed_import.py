@@ -28,7 +28,7 @@ from infinity.checkpoint.deepspeed_files import (
     number_of,
     open_deepspeed,
 )
-from infinity.checkpoint.foreign_pickle import Inert, StoredTensor
+from infinity.checkpoint.foreign_pickle import Inert, PickledTensor
 from infinity.checkpoint.manifest import FILE_NAME, LATEST, Manifest
 from infinity.checkpoint.piecewise import Progress, Unread, new_folder, write_state
 from infinity.checkpoint.training_state import encode
@@ -234,7 +234,7 @@ def _plain(value: Any, within: tuple[int, ...] = ()) -> Any:
     within = (*within, id(value))
     if isinstance(value, Inert) or (isinstance(value, type) and issubclass(value, Inert)):
         raise TypeError(value.of)
-    if isinstance(value, StoredTensor):
+    if isinstance(value, PickledTensor):
         return value.whole()
     if isinstance(value, dict):
         return {_plain(key): _plain(entry, within) for key, entry in value.items()}

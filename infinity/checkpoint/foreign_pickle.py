@@ -93,7 +93,7 @@ class Inert:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class PickledTensor:
     """A tensor in a file. offset: of its first element in the file, in bytes. stride: in elements."""
 
     __slots__ = ("dtype", "offset", "path", "shape", "stride")
@@ -144,7 +144,7 @@ class StoredTensor:
 
 
 def load_foreign(path: Path) -> Any:
-    """What `torch.save` wrote to a file: plain data with `StoredTensor` and `Inert` in it.
+    """What `torch.save` wrote to a file: plain data with `PickledTensor` and `Inert` in it.
 
     Raises CheckpointError where the file can't be read, or is anything else.
     """
@@ -269,7 +269,7 @@ class _Unpickler(CarefulUnpickler):
         requires_grad: Any = False,
         hooks: Any = None,
         *more: Any,
-    ) -> StoredTensor:
+    ) -> PickledTensor:
         shape = parse_shape(shape)
         stride = tuple(islice(stride, len(shape) + 1))
         numbers = (first, *stride)
@@ -280,7 +280,7 @@ class _Unpickler(CarefulUnpickler):
             raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} in too few bytes")
         if math.prod(shape) * nbytes > self._tensor_bytes_max:
             raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} that repeats a few numbers")
-        return StoredTensor(self._archive.path, storage.offset + first * nbytes, storage.dtype, shape, stride)
+        return PickledTensor(self._archive.path, storage.offset + first * nbytes, storage.dtype, shape, stride)
 
 
 class _Dict(dict[Any, Any]):

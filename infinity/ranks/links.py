@@ -26,7 +26,7 @@ _MAPPED = "::ffff:"
 
 
 @dataclass(frozen=True)
-class Link:
+class PeerLink:
     """A connection of this process, by its descriptor, to another rank's."""
 
     descriptor: int
@@ -41,7 +41,7 @@ class Link:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def find_links(store: dist.Store) -> list[Link]:
+def find_links(store: dist.Store) -> list[PeerLink]:
     """This rank's links to all others, as far as they are connected now. A collective."""
     links = [link for link in _connections() if _port_of(store) not in (link.here[1], link.there[1])]
     ours = {(link.here, link.there) for link in links}
@@ -56,11 +56,11 @@ def _port_of(store: dist.Store) -> int:
     return store.port if isinstance(store, dist.TCPStore) else 0
 
 
-def _connections() -> Iterator[Link]:
+def _connections() -> Iterator[PeerLink]:
     for descriptor in Path("/proc/self/fd").iterdir():
         with _connection(int(descriptor.name)) as connection:
             if connection is not None and (ends := _ends_of(connection)) is not None:
-                yield Link(int(descriptor.name), *ends)
+                yield PeerLink(int(descriptor.name), *ends)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ import torch.distributed as dist
 
 from infinity.errors import InfinityError
 from infinity.ranks.all_ranks import restated
-from infinity.ranks.links import Link, find_links
+from infinity.ranks.links import PeerLink, find_links
 
 log = logging.getLogger("infinity")
 
@@ -111,7 +111,7 @@ class Peers:
         """Gives the pass that is going on, None where none is."""
         self._cause: _Report | None = None
         """What ended the work of the ranks together; None while they do."""
-        self._links: list[Link] = []
+        self._links: list[PeerLink] = []
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         if self._alone:

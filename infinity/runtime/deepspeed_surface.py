@@ -22,7 +22,7 @@ from infinity.runtime.gradient_norm import Scalar
 from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.monitors import Event, Monitors, events_of_step
-from infinity.runtime.observe import EngineStats, Progress, StepMeter
+from infinity.runtime.observe import EngineStats, StepMeter, StepProgress
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.taken_gradient import RefusingGradient
@@ -48,7 +48,7 @@ class DeepSpeedSurface:
     config: Config
     _resolved: Resolved
     _storage: Storage
-    _progress: Progress
+    _progress: StepProgress
     _loss_scale: LossScale
     _checkpoints: Checkpoints
     _meter: StepMeter

@@ -34,7 +34,7 @@ from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.monitors import Monitors
-from infinity.runtime.observe import EngineStats, Progress, StepMeter, WallClock
+from infinity.runtime.observe import EngineStats, StepMeter, StepProgress, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
 from infinity.runtime.passes import Passes
 from infinity.runtime.resolved import Resolved
@@ -103,7 +103,7 @@ class Engine(Passes):
         self.flops_profile: FlopsProfile | None = None
         if config.flops_profiler.enabled and dist.get_rank() == 0:
             self.flops_profile = FlopsProfile(module, config.flops_profiler, config.batch, self.shard_numel)
-        self._progress = Progress(config.batch.accumulation, keeps_losses=config.steps_per_print > 0)
+        self._progress = StepProgress(config.batch.accumulation, keeps_losses=config.steps_per_print > 0)
         self._loss_scale = make_loss_scale(config.fp16)
         self._loss_scale.show_on(optimizer)
         self._grad_norm: Scalar | None = None
@@ -175,7 +175,7 @@ class Engine(Passes):
         if self._loss_scale.may_overflow:
             self._note_overflow(factor is None)
         if factor is not None:
-            self._updater.take_step(factor)
+            self._updater.step(grad_scale=factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
         else:

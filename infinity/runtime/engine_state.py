@@ -19,7 +19,7 @@ from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters, in_order_of
 from infinity.runtime.in_memory import AnyPaging, Updater
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.observe import Progress
+from infinity.runtime.observe import StepProgress
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class EngineState:
     _hyperparameters: Hyperparameters
     _paging: AnyPaging
     _updater: Updater
-    _progress: Progress
+    _progress: StepProgress
 
     def __post_init__(self) -> None:
         self._names = {parameter: names[0] for parameter, names in parameter_names(self._module).items()}

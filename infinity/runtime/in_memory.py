@@ -51,7 +51,7 @@ class InMemory:
 
     def prepare(self, grad_scale: Scalar) -> None: ...
 
-    def take_step(self, grad_scale: Scalar) -> None:
+    def step(self, *, grad_scale: Scalar) -> None:
         if isinstance(grad_scale, torch.Tensor) or grad_scale != 1.0:
             grads = [local_of(p.grad) for p in self._module.parameters() if p.grad is not None]
             torch._foreach_mul_(grads, grad_scale)

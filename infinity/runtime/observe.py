@@ -16,7 +16,7 @@ PARTS = ("fwd", "bwd", "step")
 
 
 @dataclass
-class Progress:
+class StepProgress:
     """Counters of an engine. accumulation: micro-batches per step."""
 
     accumulation: int

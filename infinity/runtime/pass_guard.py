@@ -21,7 +21,7 @@ from infinity.errors import CheckpointError, InfinityError, in_words
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import abandon_unfinished_pass, gathered_groups, in_backward, reset
 from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
-from infinity.runtime.observe import Progress
+from infinity.runtime.observe import StepProgress
 from infinity.swap.health import Health, ModelHealth
 
 _LOOK_SECONDS = 0.05
@@ -66,7 +66,7 @@ class PassGuard:
     _commits: AnyCommits
     _activations: Activations | None
     _routes: Routes | None
-    _progress: Progress
+    _progress: StepProgress
     _under_way: Pass | None = None
     """The innermost pass that is going on, or that never ended."""
     _partial_since: str | None = None

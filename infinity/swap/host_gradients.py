@@ -101,10 +101,6 @@ class HostGradients:
         self.settle()
         buffer.give_back()
 
-    def close(self) -> None:
-        """Wait for what is still on its way; no gradient is used any more."""
-        self.settle()
-
 
 def _end(buffer: HostBuffer, copy_events: Sequence[CopyEvent]) -> None:
     for copy_event in copy_events[-1:]:

@@ -16,7 +16,7 @@ from infinity.aio import Lease
 from infinity.optim.hosted import Settings, Stepper
 from infinity.store.layout import SHARD_ALIGN, Field
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_optimizer import PagedOptimizer, Piece
+from infinity.swap.paged_optimizer import PagedOptimizer, SteppedPiece
 from infinity.swap.sub_group import PagedSubGroup
 
 _PART_NUMEL = 1 << 19
@@ -49,7 +49,9 @@ class HostedOptimizer(PagedOptimizer):
     def _settings(self, group: dict[str, Any]) -> Settings:
         return Settings.of(group)
 
-    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Settings, list[Piece]], lease: Lease | None) -> None:
+    def _step_pieces(
+        self, sub: PagedSubGroup, batches: Mapping[Settings, list[SteppedPiece]], lease: Lease | None
+    ) -> None:
         for settings, batch in batches.items():
             for first in (True, False):
                 alike = [piece for piece in batch if piece.stepping.first is first]
@@ -59,7 +61,7 @@ class HostedOptimizer(PagedOptimizer):
             sub.set_master(sub.view(Field.MASTER, lease), lease)
 
     def _step_part(
-        self, sub: PagedSubGroup, settings: Settings, piece: Piece, start: int, end: int, lease: Lease | None
+        self, sub: PagedSubGroup, settings: Settings, piece: SteppedPiece, start: int, end: int, lease: Lease | None
     ) -> None:
         """Elements [start, end) of the piece. A split master is joined and split again; others are stepped in place."""
         low, high = piece.offset + start, piece.offset + end
@@ -89,7 +91,7 @@ def stand_in(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "params": [nn.Parameter(torch.zeros(1))]}
 
 
-def _parts(batch: list[Piece]) -> Iterator[tuple[Piece, int, int]]:
+def _parts(batch: list[SteppedPiece]) -> Iterator[tuple[SteppedPiece, int, int]]:
     """Elements [start, end) of pieces, cut where a vector of the kernels ends: see SHARD_ALIGN."""
     for piece in batch:
         for start in range(0, piece.numel, _PART_NUMEL):

@@ -157,7 +157,7 @@ class Machinery:
             closing.callback(self.host_memory.close)
             closing.callback(self.engine.close)
             closing.callback(self.stager.drop_all)
-            closing.callback(self.host_gradients.close)
+            closing.callback(self.host_gradients.settle)
             self.stager.settle_all()
 
     def _take_device(self, device: Device, *, pin: bool) -> None:

@@ -23,7 +23,7 @@ from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.chunk import Span
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_optimizer import PagedOptimizer, Piece
+from infinity.swap.paged_optimizer import PagedOptimizer, SteppedPiece
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.units import PAGE_BYTES
 
@@ -105,7 +105,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         )
 
     def _step_pieces(
-        self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease | None
+        self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[SteppedPiece]], lease: Lease | None
     ) -> None:
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
@@ -113,10 +113,12 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             else:
                 _step_as_torch(sub, settings, batch, lease)
 
-    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
+    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]]) -> bool:
         return bool(batches) and all(map(kernel.matches_torch, batches))
 
-    def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease) -> bool:
+    def _step_and_verify(
+        self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[SteppedPiece]], lease: Lease
+    ) -> bool:
         if len(batches) != 1:
             return False
         ((settings, batch),) = batches.items()
@@ -143,7 +145,7 @@ class PagedAdamW(PagedAdam):
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
 
 
-def _alike(batch: list[Piece]) -> dict[tuple[float, float, torch.dtype], list[GradPiece]]:
+def _alike(batch: list[SteppedPiece]) -> dict[tuple[float, float, torch.dtype], list[GradPiece]]:
     """What one call of the kernel takes: the gradients by step, scale and dtype."""
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
@@ -158,7 +160,7 @@ def _alike(batch: list[Piece]) -> dict[tuple[float, float, torch.dtype], list[Gr
 def _step_in_one_pass(
     sub: PagedSubGroup,
     settings: AdamSettings,
-    batch: list[Piece],
+    batch: list[SteppedPiece],
     lease: Lease | None,
     sums: PageSums | None = None,
 ) -> None:
@@ -186,7 +188,7 @@ def _step_in_one_pass(
             narrow[start:end].copy_(master[start:end])
 
 
-def _between(batch: list[Piece], numel: int) -> Iterator[tuple[int, int]]:
+def _between(batch: list[SteppedPiece], numel: int) -> Iterator[tuple[int, int]]:
     """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
     at = 0
     for piece in sorted(batch, key=lambda stepped: stepped.offset):
@@ -203,7 +205,7 @@ def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | N
     return sub.view(Field.COMPUTE, lease) if narrow else None
 
 
-def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:
+def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[SteppedPiece], lease: Lease | None) -> None:
     """With torch's own operations, one after the other."""
     master = sub.master(lease)
     moments = [_moments(sub, piece.place, lease) for piece in batch]
@@ -230,7 +232,7 @@ def _moments(sub: PagedSubGroup, place: slice, lease: Lease | None) -> tuple[tor
 
 
 def _set_moments(
-    sub: PagedSubGroup, piece: Piece, moments: tuple[torch.Tensor, torch.Tensor], lease: Lease | None
+    sub: PagedSubGroup, piece: SteppedPiece, moments: tuple[torch.Tensor, torch.Tensor], lease: Lease | None
 ) -> None:
     """Keep what `_moments` gave for a piece, stepped, as it rests."""
     first, second = sub.view(Field.MOMENT_1, lease)[piece.place], sub.view(Field.MOMENT_2, lease)[piece.place]

@@ -103,7 +103,7 @@ class PagedModel:
         self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(self.groups, self.sub_groups, self._slots, self.health, stager)
         self.updates.point_all()
-        self._values = Values(
+        self.values = Values(
             self.updates,
             self._slots,
             self.health,
@@ -160,10 +160,6 @@ class PagedModel:
                 group.chunk.home = None
 
     # Setting all values, checkpoints and commits.
-
-    def set_state(self, sub: PagedSubGroup, ties: torch.Tensor, fill: Callable[[Field, torch.Tensor], None]) -> None:
-        """Give a sub-group new values and ties: see `Values.set_sub_group`."""
-        self._values.set_sub_group(sub, ties, fill)
 
     def start_copying(self, path: Path, finish: Callable[[StoredFile], None]) -> Copying:
         """Begin to copy all values as they are now into the new file `path`, while training goes on; then run `finish` with it
@@ -262,7 +258,7 @@ class PagedModel:
                     place,
                     self.compute_dtype,
                     pieces[index],
-                    self._values,
+                    self.values,
                     first=shard_rank * padded.numel(),
                 )
                 shards.append(shard)
@@ -294,7 +290,7 @@ class PagedModel:
             slice(places[0].start, places[0].start + rows.padded_bytes),
             FOREIGN_DTYPES[stored.dtype] if isinstance(stored, StoredTensor) else self.compute_dtype,
             (),
-            self._values,
+            self.values,
             filled=True,
             rows=rows,
             files=self._foreign,

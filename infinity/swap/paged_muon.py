@@ -33,7 +33,7 @@ from infinity.store.layout import Field
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_adam import PagedAdam
-from infinity.swap.paged_optimizer import Piece, Stepping
+from infinity.swap.paged_optimizer import SteppedPiece, Stepping
 from infinity.swap.sub_group import PagedSubGroup
 
 
@@ -74,10 +74,10 @@ class PagedMuon(PagedAdam):
     def _settings(self, group: dict[str, Any]) -> Any:
         return MuonSettings.of(group) if group["use_muon"] else super()._settings(group)
 
-    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
+    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]]) -> bool:
         return not sub.layout.whole and super()._takes_staged(sub, batches)
 
-    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
+    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]], lease: Lease | None) -> None:
         if not sub.layout.whole:
             super()._step_pieces(sub, batches, lease)
             return

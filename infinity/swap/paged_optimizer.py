@@ -101,9 +101,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.prepare(grad_scale)
-        with self._paging.paged.health.change("an optimizer step"):
-            self.take_step(grad_scale)
+        health = self._paging.paged.health
+        if not health.is_changing:  # else the caller has prepared it, and makes it a part of a larger change
+            self.prepare(grad_scale)
+        with health.change("an optimizer step"):
+            self._take_step(grad_scale)
         return loss
 
     def _offer_unreduced(self, group: PagedGroup) -> None:
@@ -132,7 +134,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.take_gradients()
 
     @torch.no_grad()
-    def take_step(self, grad_scale: float) -> None:
+    def _take_step(self, grad_scale: float) -> None:
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
@@ -366,15 +368,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """What one step needs to know of a parameter group: fixed, hashable. Raises ConfigError for what can't be paged."""
 
     @abc.abstractmethod
-    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
+    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]], lease: Lease | None) -> None:
         """Step elements of one sub-group, by their settings, and make its copies anew."""
 
-    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]]) -> bool:
+    def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]]) -> bool:
         """Whether `_step_pieces` takes the compute parameters from `PagedSubGroup.staged`, where that is set, and puts the new
         ones there. If not, they are copied from there before it, and whoever set it copies the new ones."""
         return False
 
-    def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease) -> bool:
+    def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]], lease: Lease) -> bool:
         """As `_step_pieces`, for what nobody has verified, in one pass. False where that can't be: nothing is done then.
 
         Raises IntegrityError; nothing has changed then but what is in the lease.
@@ -391,7 +393,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             taken = self._paging.waiting_gradients.staged(sub, lease)
         elif taken is not None:
             self._paging.host_gradients.settle()
-        batches: dict[Any, list[Piece]] = {}
+        batches: dict[Any, list[SteppedPiece]] = {}
         for piece in sub.layout.pieces:
             stepped = stepping.get(piece.shard)
             numel = min(piece.numel, stepped.numel - piece.start) if stepped else 0  # padding is never stepped
@@ -402,7 +404,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 else:
                     assert taken is not None
                     grad = taken[piece.offset : piece.offset + numel]
-                batches.setdefault(stepped.settings, []).append(Piece(stepped, piece.offset, piece.start, numel, grad))
+                batches.setdefault(stepped.settings, []).append(
+                    SteppedPiece(stepped, piece.offset, piece.start, numel, grad)
+                )
         if sub.staged is not None and not self._takes_staged(sub, batches):
             sub.view(Field.COMPUTE, lease).copy_(sub.staged)
             sub.staged = None
@@ -457,7 +461,7 @@ class Stepping:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SteppedPiece:
     """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated, and their
     gradient (1-D, on the CPU)."""
 

@@ -176,8 +176,8 @@ class Paging:
         """The step is over; the next one's first groups are read as soon as they are written."""
         with self.entered():
             self.policy.end_step()
-            if self.timeline is not None:
-                self.timeline.steps += 1
+            if self.paged.stager.timeline is not None:
+                self.paged.stager.timeline.steps += 1
             self.parameters.look_ahead()
             self.parameters.start_ahead(update=False)  # the step returns at once
 
@@ -312,11 +312,6 @@ class Paging:
 
     # Whatever else moves through the same machinery.
 
-    @property
-    def timeline(self) -> Timeline | None:
-        """Where what happens is noted; None while no trace runs."""
-        return self.paged.stager.timeline
-
     def trace_into(self, timeline: Timeline | None) -> None:
         """Note what happens there from now on."""
         self.paged.stager.timeline = timeline
@@ -345,7 +340,7 @@ class Paging:
                 "no pinned memory was set aside for saved activations: page with PagingOptions(activation_buffer_bytes=...)"
             )
         stager = Stager(machinery.engine, self._activation_part, machinery.arena, self.device)
-        stager.timeline = self.timeline
+        stager.timeline = self.paged.stager.timeline
         self._activation_stager = stager
         return stager, self._activation_part, machinery.arena
 

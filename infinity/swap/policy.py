@@ -40,9 +40,9 @@ from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.speculation import is_speculative
+from infinity.swap.staging_units import Unit, Units, compute_of, state_of
 from infinity.swap.step_bytes import StepBytes
 from infinity.swap.sub_group import PagedSubGroup
-from infinity.swap.units import Unit, Units, compute_of, state_of
 
 log = logging.getLogger("infinity")
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from infinity.schedule.speculation import SpeculationPolicy
-from infinity.schedule.update_timing import UpdateTiming
+from infinity.schedule.update_timing import SpeculationPolicy, UpdateTiming
 from infinity.store.layout import Layout, SubGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.stager import Stager

@@ -10,8 +10,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Se
 from infinity.schedule.readahead import cycle_read_bytes
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
+from infinity.swap.staging_units import Unit, Units, compute_of, state_of
 from infinity.swap.sub_group import PagedSubGroup
-from infinity.swap.units import Unit, Units, compute_of, state_of
 
 
 class StepBytes:

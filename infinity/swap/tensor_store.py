@@ -16,7 +16,7 @@ from infinity.units import align_up, format_bytes
 
 
 @dataclass(eq=False)
-class StoredTensor:
+class PlainTensor:
     """A tensor that was registered. `lost`: why what was written of it last is not what is stored."""
 
     chunk: Chunk
@@ -34,7 +34,7 @@ class TensorStore:
 
     def __init__(self, machinery: Machinery) -> None:
         self._open: Machinery | None = machinery
-        self.by_name: dict[str, StoredTensor] = {}
+        self.by_name: dict[str, PlainTensor] = {}
 
     @property
     def _machinery(self) -> Machinery:
@@ -63,7 +63,7 @@ class TensorStore:
             )
         extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
         span = (Span(extent.offset, 0, extent.nbytes),)
-        entry = StoredTensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
+        entry = PlainTensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
         entry.chunk.on_lost = entry.lose
         lease = machinery.stager.occupy(entry.chunk)
         try:
@@ -123,13 +123,13 @@ class TensorStore:
                 f"tensor {name!r} is {tensor.layout} on {tensor.device}: only ordinary dense tensors are stored"
             )
 
-    def _entry(self, name: str) -> StoredTensor:
+    def _entry(self, name: str) -> PlainTensor:
         try:
             return self.by_name[name]
         except KeyError:
             raise KeyError(f"no tensor named {name!r} is registered") from None
 
-    def _acquire(self, name: str) -> tuple[StoredTensor, torch.Tensor]:
+    def _acquire(self, name: str) -> tuple[PlainTensor, torch.Tensor]:
         entry = self._entry(name)
         if entry.chunk.state is ChunkState.IN_USE:
             raise InfinityError(f"tensor {name!r} is in use already")

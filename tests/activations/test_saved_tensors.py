@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -14,6 +13,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import training
+from fake import FakeRuntime
 from torch import nn
 
 import infinity
@@ -25,11 +26,6 @@ from infinity.schedule.spilling import bytes_on_drive
 from infinity.swap import manager
 from infinity.swap.stager import Stager
 from infinity.units import PAGE_BYTES
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
-import training
-from fake import FakeRuntime
 
 
 def kept_bytes(activations: Activations) -> int:

@@ -45,7 +45,7 @@ from infinity.store import arena_copy as copying
 from infinity.store.commit import parse_record
 from infinity.store.files import StoredFile
 
-SCRIPT = Path(__file__).with_name("arena_checkpoints.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "arena_checkpoints.py"
 SAVED, END = 2, 4
 ELSEWHERE = {
     "host cache": Case(),

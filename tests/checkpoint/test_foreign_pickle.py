@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity import CheckpointError
-from infinity.checkpoint.foreign_pickle import Inert, StoredTensor, load_foreign
+from infinity.checkpoint.foreign_pickle import Inert, PickledTensor, load_foreign
 
 
 def loaded(value: Any, path: Path, **options: Any) -> Any:
@@ -61,7 +61,7 @@ TENSORS = {
 def test_tensors_come_back_whole_and_in_pieces(name: str, tmp_path: Path) -> None:
     tensor = TENSORS[name].detach()
     stored = loaded([TENSORS[name], "other"], tmp_path / "x.pt")[0]
-    assert isinstance(stored, StoredTensor)
+    assert isinstance(stored, PickledTensor)
     assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape))
     assert torch.equal(stored.whole(), tensor)
     for first in range(tensor.numel()):

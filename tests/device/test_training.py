@@ -7,13 +7,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import training
 from fake import FakeRuntime, Hazard, LateRuntime
 from launch import ranks
 
@@ -23,9 +23,6 @@ from infinity.swap import host_gradients, manager, parameter_lap, waiting_gradie
 from infinity.swap.chunk import ChunkState
 from infinity.swap.paging import Paging
 from infinity.swap.stager import Stager
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
-import training
 
 CASES = [
     "plain",
@@ -175,7 +172,9 @@ def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: p
 
 def test_a_block_called_alone_leads_nobody_astray(nvme_path: Path) -> None:
     """FSDP2 takes it for the next one in the backward after, and asks for it while its update is still to come."""
-    status, output = ranks(Path(__file__).with_name("block_alone_ranks.py"), str(nvme_path), count=2)
+    status, output = ranks(
+        Path(__file__).resolve().parents[1] / "helpers" / "block_alone_ranks.py", str(nvme_path), count=2
+    )
     assert status == 0, output
     for line in output.splitlines():
         if line.startswith("["):

@@ -10,7 +10,7 @@ from campaign import HANG_SECONDS, Report, run, seeds
 from conftest import Ranks
 from interrupts import trial
 
-RANKS = Path(__file__).with_name("interrupt_ranks.py")
+RANKS = Path(__file__).resolve().parents[1] / "helpers" / "interrupt_ranks.py"
 SEEDS_AT_ONCE = 20
 
 

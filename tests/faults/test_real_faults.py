@@ -34,7 +34,7 @@ from infinity.checkpoint import arena as checkpoint_arena
 from infinity.checkpoint import dcp as checkpoint
 from infinity.store.run_folder import RunFolder
 
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 KILLS = int(os.environ.get("INFINITY_KILLS", "3"))
 PATIENCE_SECONDS = 120
 MIB = 1 << 20
@@ -303,7 +303,7 @@ def no_memlock() -> None:
 
 
 def run(*arguments: str, before: Callable[[], None] | None = None) -> str:
-    command = [sys.executable, str(HERE / "scene.py"), *arguments]
+    command = [sys.executable, str(HELPERS / "scene.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, preexec_fn=before)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -406,7 +406,7 @@ def test_the_rank_that_is_left_ends_with_an_error(nvme_path: Path) -> None:
         }
         ranks.append(
             subprocess.Popen(
-                [sys.executable, str(HERE / "scene.py"), str(nvme_path), "--steps", "100000"],
+                [sys.executable, str(HELPERS / "scene.py"), str(nvme_path), "--steps", "100000"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("routes.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "routes.py"
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_evaluation_and_generation_in_between_change_nothing(nvme_path: Path) ->
 
 @pytest.mark.parametrize("clipping", [0.0, 1e9])
 def test_two_ranks_that_share_the_gpu(clipping: float, nvme_path: Path, torchrun: Any) -> None:
-    script = Path(__file__).with_name("two_ranks.py")
+    script = Path(__file__).resolve().parents[1] / "helpers" / "two_ranks.py"
     done = torchrun(script, str(nvme_path), str(clipping), timeout_seconds=100)
     assert done.stdout.count("the same") == 2
 

@@ -22,7 +22,7 @@ from infinity.cli.ckpt import main
 
 launch.import_also("deepspeed", "few_kernels")
 
-SCRIPT = Path(__file__).with_name("deepspeed_checkpoints.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "deepspeed_checkpoints.py"
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2}
 """Relative, of a loss: the order of sums is another, and in bf16 what is rounded when."""
 

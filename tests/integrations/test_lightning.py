@@ -19,7 +19,6 @@ import torch
 pytest.importorskip("lightning", reason="Lightning is not installed: tools/test_integration.sh lightning")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 
 import adapted
 import lightning_mlp

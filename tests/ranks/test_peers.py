@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.ranks import links, peers
-from infinity.ranks.links import Link
+from infinity.ranks.links import PeerLink
 from infinity.ranks.peers import Peers
 
 
@@ -69,7 +69,7 @@ def test_a_link_is_cut_at_both_ends_and_nothing_else_that_has_its_number(pair: A
     found = {each.here: each for each in links._connections()}
     link = found[here.getsockname()]
     assert (link.descriptor, link.there) == (here.fileno(), there.getsockname())
-    Link(here.fileno(), link.there, link.here).cut()
+    PeerLink(here.fileno(), link.there, link.here).cut()
     there.sendall(b"1")
     assert here.recv(2) == b"1"
     link.cut()

@@ -16,7 +16,7 @@ import infinity
 from infinity.config import Fp16Config
 from infinity.runtime.loss_scale import make_loss_scale
 
-SCRIPT = Path(__file__).with_name("several_ranks.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "several_ranks.py"
 
 
 def scales(overflows: str, **settings: Any) -> list[float]:

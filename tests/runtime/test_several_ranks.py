@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("several_ranks.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "several_ranks.py"
 
 
 @pytest.mark.slow

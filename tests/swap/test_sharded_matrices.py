@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("sharded_matrices.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "sharded_matrices.py"
 
 
 @pytest.mark.slow

@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import durable_training
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import durable_training
 from durable_training import CASES, Case, Outcome, config, differences, step, weights
 
 import infinity

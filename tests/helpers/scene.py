@@ -11,13 +11,13 @@ import ctypes
 import os
 import signal
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from staying import SHARES, staying
 from torch import nn
 
 import infinity
@@ -25,9 +25,6 @@ from infinity.aio import File
 from infinity.checkpoint.commits import Commits
 from infinity.store import files
 from infinity.store.durable import DurableRun
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from staying import SHARES, staying
 
 STEPS = 4
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "csrc"
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 FOLDER = ROOT / "build" / "tests"

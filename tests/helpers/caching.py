@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import sys
 from fractions import Fraction
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from quiet import come_to_rest
+from staying import staying
 from torch import nn
 
 import infinity
@@ -18,10 +19,6 @@ from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.update_timing import GROUPS_APART
 from infinity.store.layout import SPACE_ALIGN
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from quiet import come_to_rest
-from staying import staying
 
 HIDDEN = 128
 BLOCKS = 4

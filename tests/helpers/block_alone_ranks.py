@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]
+import torch
+import torch.distributed as dist
+import training
+from fake import LateRuntime
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import training  # noqa: E402
-from fake import LateRuntime  # noqa: E402
-
-import infinity  # noqa: E402
-from infinity.device import StreamDevice  # noqa: E402
-from infinity.swap import manager  # noqa: E402
+import infinity
+from infinity.device import StreamDevice
+from infinity.swap import manager
 
 
 def losses_with(zero: dict[str, Any]) -> list[float]:

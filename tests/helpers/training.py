@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from staying import share_of, staying
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,9 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.optim.coded_moments import decode, encode
 from infinity.optim.small_moments import key_of, round_moments
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from staying import share_of, staying
 
 VOCABULARY = 53  # uneven over 2 and 3 ranks
 HIDDEN = 64

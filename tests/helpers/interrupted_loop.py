@@ -6,13 +6,14 @@ The loop catches it and goes on as it is told to: it drops the gradients and rep
 from __future__ import annotations
 
 import random
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blocks import batch, sharded
+from fake import FakeRuntime
 from interrupts import FSDP2, OURS, Lines
 from staying import share_of, staying
 from torch.autograd import Variable
@@ -20,10 +21,6 @@ from torch.autograd import Variable
 import infinity
 from infinity.device import StreamDevice
 from infinity.swap import manager
-
-sys.path[:0] = [str(Path(__file__).parents[1] / each) for each in ("swap", "device")]
-from blocks import batch, sharded  # noqa: E402
-from fake import FakeRuntime  # noqa: E402
 
 STEPS = 3
 INTERRUPTED_STEP = 1

@@ -11,8 +11,8 @@ from chosen_anew import groups_to_stage
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.staging_units import Unit, compute_of, state_of
 from infinity.swap.sub_group import PagedSubGroup
-from infinity.swap.units import Unit, compute_of, state_of
 
 
 def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
