@@ -11,7 +11,8 @@ what FSDP2 does at the points below, and nothing else. Looks past FSDP2's public
   * A gathered parameter that is written to (under `no_grad`, through `.data`, by `Embedding(max_norm=...)`) forgets it, where
     plain PyTorch keeps it. So the version counter of each is compared, and the write is refused. `.data` of a gathered
     parameter shares that counter: see `GatheredParameter`.
-  * Gradient hooks of a parameter are not called, as autograd sees the gathered one alone. So this one calls them.
+  * Gradient hooks (`register_hook`) of a parameter are not called, as autograd sees the gathered one alone. So this one calls
+    them. (FSDP2 calls those of `register_post_accumulate_grad_hook`.)
   * An input that no loss depends on gets a gradient of zeros, where plain PyTorch has none, and the optimizer decays what made
     it. So on one rank it gets none. (On several, that a gradient is missing on all of them is not known.)
   * Over one rank nothing is reduced, but gradients are copied into a buffer in fp32: twice what autograd made of them in 16

@@ -1,5 +1,5 @@
-"""What we need to know of an FSDP2 model and of autograd. Only this file, running_group.py and buffers.py look past
-their public interfaces, at what private.py names."""
+"""What we need to know of an FSDP2 model and of autograd. Only this file, guarded.py, running_group.py and buffers.py look
+past their public interfaces, at what private.py names."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Pa
 """See `GuardedGroup.take_unreduced`."""
 
 
-def offer_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:
+def ask_for_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:
     """Have `take` called with the gradients of a group which FSDP2 would only copy."""
     groups = param_groups_of(module._get_fsdp_state())
     if len(groups) == 1:

@@ -8,9 +8,9 @@ is read ahead in the step before it, as nothing of it changes), the link copies,
 can't be read ahead takes turns with compute: routed experts, which nobody knows before their router has run.
 
 In generation weights pass through memory. The computation reads them once a round. A gather reads and writes them before that,
-but not where one rank computes on its host: there they are computed with where they are staged ([Note: Lent, not copied] in
-infinity/swap/parameter_lap.py). Weights of 8 and 4 bits are decoded in place of that copy: their bytes are read, and 16 bits
-are written. That this takes no longer than the memory traffic is an assumption.
+but not of what stays staged where one rank computes on its host ([Note: Gathered where it is staged] in
+infinity/swap/shard.py). Weights of 8 and 4 bits are decoded before that copy: their bytes are read, and 16 bits are written.
+That this takes no longer than the memory traffic is an assumption.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
 Reads top-down. FSDP2 has reduced a gradient (`came`), or over one rank of a CPU is about to copy those of a group
-(`came_unreduced`). With all of a group `PagedOptimizer._group_came` goes on: `take` (the gradients wait), `take` and `queue`
-(they wait, and a speculative update is made), or `note_applied` and `queue` (an update that stays). The step that follows makes
-the others: see pending_updates.py. Used by the training thread, and by autograd's threads on its behalf; see
-infinity/swap/README.md for a lap by example.
+(`came_unreduced`). With all of a group `PagedOptimizer._group_came` goes on: `take` (the gradients wait), `take` and
+`update_soon` (they wait, and a speculative update is made), or `note_applied` and `update_soon` (an update that stays). The
+step that follows makes the others: see pending_updates.py. Used by the training thread, and by autograd's threads on its
+behalf; see infinity/swap/README.md for a lap by example.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class GradientLap:
             shard.move_gradient_to(GradientState.TAKING)
         by_index = {shard.index: grad for shard, grad in zip(shards, grads.values(), strict=True)}
         self._paging.waiting_gradients.take(group, by_index)
-        self._note_norms(grads)
+        self._note_norms_and_refuse(grads)
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKEN)
 
@@ -153,12 +153,12 @@ class GradientLap:
 
         `inputs`: with which each parameter is updated; those of the step must be the same.
         """
-        self._note_norms(grads)
+        self._note_norms_and_refuse(grads)
         for parameter, used in inputs.items():
             self._applied[parameter] = used
             self.shards[parameter].move_gradient_to(GradientState.APPLIED)
 
-    def queue(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+    def update_soon(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
         """Update members of a group as soon as their gradients are in host memory, which are on their way there: on a CPU now,
         else behind the next group's, or when the backward ends."""
         behind = int(self._paging.device.is_discrete)
@@ -275,7 +275,7 @@ class GradientLap:
         self._stand_ins[parameter] = self._shown[parameter] = stand_in
         stand_in.show(taken)
 
-    def _note_norms(self, grads: Gradients) -> None:
+    def _note_norms_and_refuse(self, grads: Gradients) -> None:
         """Of gradients that `.grad` shows no more: whoever would use them is refused."""
         for parameter, norm in zip(grads, _norms_of(grads), strict=True):
             self._show(parameter, Taken.FOR_STEP)

@@ -74,14 +74,14 @@ class Delivery:
             self.state = state
 
     def start(self, in_flight: InFlightCopy, copy_event: CopyEvent | None) -> None:
-        """They are on their way to the device. `copy_event`: when it has read host memory; None where it doesn't read that."""
+        """They are on their way to the device. `copy_event`: when it has read host memory."""
         self.in_flight, self.copy_event = in_flight, copy_event
         if self.state is GroupState.RESTING:
             self.move_to(GroupState.AHEAD)
 
     def arrive(self) -> None:
-        """They are on the device for whatever its current stream does next: `give` them. Raises IoError where a read past host
-        memory failed; they have to be started anew."""
+        """They are on the device for whatever its current stream does next: `give` them. After an exception they have to be
+        started again."""
         assert self.in_flight is not None
         try:
             self._piece = self.in_flight.on_device()

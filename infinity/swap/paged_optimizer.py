@@ -1,7 +1,7 @@
 """An optimizer over paged parameters: what a step does to each sub-group.
 
 What all of them share is here. How gradients get here is in gradient_lap.py; what is kept of each parameter, in
-optimizer_state.py; how elements are updated, in paged_adam.py and hosted_optimizer.py.
+optimizer_state.py; how elements are updated, in paged_adam.py, paged_muon.py and hosted_optimizer.py.
 
 [Note: What an update holds]
 An update that waits holds no parameter and no moment. Paged tensors lead to the paging, and so to the updates that wait; if an
@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
-from infinity.fsdp2.sharding import in_backward, offer_unreduced
+from infinity.fsdp2.sharding import ask_for_unreduced, in_backward
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.layout import Field
 from infinity.swap.gradient_lap import GradientLap, Gradients, move_out, trained_shard
@@ -82,9 +82,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 taken = self._paging.options.update == "backward" or self._paging.waiting_gradients.takes(shard.group)
                 if taken and parameter.requires_grad:
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
-                    parameter.register_post_accumulate_grad_hook(came)
+                    parameter.register_post_accumulate_grad_hook(came)  # FSDP2 calls it, once `.grad` is reduced
                     if shard.resident is None:
-                        self._offer_unreduced(shard.group)
+                        self._ask_for_unreduced(shard.group)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -108,10 +108,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._take_step(grad_scale)
         return loss
 
-    def _offer_unreduced(self, group: PagedGroup) -> None:
+    def _ask_for_unreduced(self, group: PagedGroup) -> None:
         module = group.sharded_module
         if module is not None and not self._paging.device.is_discrete:
-            offer_unreduced(module, partial(_offer, weakref.ref(self), group))
+            ask_for_unreduced(module, partial(_tell_unreduced, weakref.ref(self), group))
 
     def expect(self, grad_scale: float | None) -> None:
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
@@ -246,7 +246,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for parameter, stepped in stepping.items():
             self._paged_state.count_step(stepped.shard, self.state[parameter])
         self.lap.note_applied(grads, self._inputs_of({p: stepped.settings for p, stepped in stepping.items()}))
-        self.lap.queue(group, updates)
+        self.lap.update_soon(group, updates)
 
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
         """Update what can be of a group whose gradients were taken, for the step to accept."""
@@ -256,7 +256,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
             self._speculation.note_inputs({stepped.shard.index: stepped.inputs for stepped in stepping.values()})
-            self.lap.queue(group, updates)
+            self.lap.update_soon(group, updates)
 
     def _updates_of(
         self,
@@ -429,7 +429,7 @@ def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> No
         alive._gradient_came(parameter)
 
 
-def _offer(
+def _tell_unreduced(
     optimizer: weakref.ref[PagedOptimizer], group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]
 ) -> Collection[nn.Parameter]:
     alive = optimizer()

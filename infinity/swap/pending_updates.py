@@ -13,7 +13,7 @@ the new ones there, and the rest of the state alone is read.
 
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
-be updated as soon as its gradients are reduced, and they need no memory beyond that (but every fourth group's wait for the next
+be updated as soon as its gradients are there, and they need no memory beyond that (but every fourth group's wait for the next
 forward: [Note: Balance of the passes] in infinity/schedule/update_timing.py). Its compute parameters were read for its
 backward and are staged still, as the trace knows that they are needed again; so the update reads the rest of the state. A group
 of which a gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
@@ -144,7 +144,7 @@ class PendingUpdates:
                     self._running = None
                     del self._pending[sub]
                     if lease is not None:
-                        self.write_back(sub)
+                        self.write_and_point(sub)
         except BaseException:
             if sub.chunk.state is ChunkState.IN_USE:
                 stager.release(sub.chunk, keep=False)
@@ -253,7 +253,7 @@ class PendingUpdates:
             self._slots.let_be_copied(sub, sub.current_slot)
         if sub.moves:
             self._update_staged(sub, update, compute)
-            self.write_back(sub)
+            self.write_and_point(sub)
             return
         self._make(sub, update, None, compute, holds_old=True)
 
@@ -289,7 +289,7 @@ class PendingUpdates:
                 start = sub.layout.start * sub.layout.compute_itemsize
                 sub.staged = compute.view(sub.compute_dtype, start, sub.layout.numel)
             with measured(timeline, "update", sub.chunk.name):
-                update(lease)
+                update(lease)  # PagedOptimizer._update, by `_updates_of`
             if compute is not None and sub.staged is None:
                 with measured(timeline, "copy", sub.chunk.name):
                     _copy_to_group(sub, lease, compute)
@@ -298,9 +298,9 @@ class PendingUpdates:
 
     # What follows from the states.
 
-    def write_back(self, sub: PagedSubGroup) -> None:
+    def write_and_point(self, sub: PagedSubGroup) -> None:
         """Start writing the sub-group's lease. Its group is to be pointed to the new bytes before it is read again."""
-        self._slots.write_back(sub)
+        self._slots.write_current(sub)
         self._point_sub_group(sub)
 
     def point(self, group: PagedGroup) -> None:

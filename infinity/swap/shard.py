@@ -31,9 +31,9 @@ class GradientState(enum.Enum):
     NONE = "none"
     """None came, or torch keeps it: `.grad` is the only place."""
     ARRIVED = "arrived"
-    """Reduced, and in `.grad` until all of its group have come."""
+    """Reduced, and in `.grad` until all of its group have come; or, over one rank of a CPU, where autograd left it."""
     TAKING = "taking"
-    """On its way out of `.grad`. An exception now loses it, and the step has to begin anew."""
+    """Being taken. An exception now loses it, and the step has to begin anew."""
     TAKEN = "taken"
     """Kept until the update, in host memory or on NVMe (waiting_gradients.py); `.grad` refuses to be used. Another may arrive,
     and is added."""

@@ -35,7 +35,7 @@ class Slots:
         self._copying = copying
         self._snapshot_slots = [sub.current_slot for sub in self._sub_groups]
 
-    def write_back(self, sub: PagedSubGroup) -> None:
+    def write_current(self, sub: PagedSubGroup) -> None:
         """Start writing the sub-group's lease to the slot that may be written to, where its values are from now on.
 
         Where no more than its gradient was read, all of it is in host memory, and the lease goes back.

@@ -113,7 +113,7 @@ class Values:
             raise
         sub.ties = ties
         if lease is not None:
-            self._updates.write_back(sub)
+            self._updates.write_and_point(sub)
         if group is not None:
             self._updates.point(group)
 

@@ -44,7 +44,7 @@ class _Held:
 
 
 class WaitingGradients:
-    """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
+    """Keeps the gradients of the groups that it `takes`, in `dtype`, until their update.
 
     host_gradients: brings them from the device. takes_all: whether those in fp32 are not left in `.grad` either.
     """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from infinity.fsdp2.guarded import guard
-from infinity.fsdp2.sharding import local_of, offer_unreduced
+from infinity.fsdp2.sharding import ask_for_unreduced, local_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -30,7 +30,7 @@ class Pair:
         guard(self.ours)
         self.taken: dict[nn.Parameter, list[torch.Tensor]] = {}
         assert isinstance(self.ours, FSDPModule)
-        offer_unreduced(self.ours, self.take)
+        ask_for_unreduced(self.ours, self.take)
 
     def take(self, grads: Mapping[nn.Parameter, torch.Tensor]) -> Collection[nn.Parameter]:
         for parameter, grad in grads.items():
@@ -109,7 +109,7 @@ def test_an_exception_of_whoever_takes_leaves_none_for_the_next_backward() -> No
         raise ValueError("while they are taken")
 
     assert isinstance(pair.ours, FSDPModule)
-    offer_unreduced(pair.ours, fail)
+    ask_for_unreduced(pair.ours, fail)
     with pytest.raises(ValueError, match="while they are taken"):
         pair.backward()
     group = pair.ours._get_fsdp_state()._fsdp_param_groups[0]
