@@ -101,7 +101,7 @@ def drive_seconds(row: Row, way: str) -> float:
 
 
 def lower_bound(row: Row, way: str) -> float:
-    """[Note: The lower bound of a measured step] in infinity/cli/step.py; the drive's alone without plain PyTorch."""
+    """[Note: The lower bound of a measured step] in cli/measured_step.py; the drive's alone without plain PyTorch."""
     plain = row["torch"]["seconds"] if "torch" in row else 0.0
     return max(plain, drive_seconds(row, way))
 

@@ -1,4 +1,4 @@
-"""Arguments that several subcommands share: bounds, files to write, how a model is stepped."""
+"""Arguments that several subcommands share: bounds, and files to write."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.extras import how_to_install
-from infinity.schedule.scheme import (
-    MOMENT_BYTES_OF,
-    MasterWeights,
-    Schedule,
-    Scheme,
-    Update,
-    choose_update,
-    passes_of,
-)
 from infinity.units import MIB, parse_bytes
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -124,56 +115,3 @@ def write_json(result: dict[str, Any], file: str | Path) -> None:
         sys.stdout.write(text)
     else:
         Path(file).write_text(text)
-
-
-def add_scheme(parser: argparse._ActionsContainer) -> None:
-    """Add the options for how a model on NVMe is stepped."""
-    parser.add_argument(
-        "--master-weights",
-        choices=get_args(MasterWeights),
-        default="split",
-        help="how masters are kept on NVMe: as compute parameter and remainder, or in full (default: split)",
-    )
-    parser.add_argument(
-        "--moments-dtype",
-        choices=[*MOMENT_BYTES_OF],
-        default="fp32",
-        help="how AdamW's two moments are kept on NVMe; bf16 takes 4 bytes less of each parameter, 8bit takes 6 less, and both "
-        "change the numbers (default: fp32)",
-    )
-    parser.add_argument(
-        "--update",
-        choices=("auto", *get_args(Update)),
-        default="auto",
-        help="when what rests on NVMe is updated; auto: in the backward, where there is space for what that takes with "
-        "clipping or accumulation, else before the next forward",
-    )
-    parser.add_argument("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
-
-
-def add_schedule(parser: argparse._ActionsContainer, *, default: Schedule) -> None:
-    """Add the option for the order in which the micro-batches of a step pass through the groups."""
-    parser.add_argument(
-        "--schedule",
-        choices=get_args(Schedule),
-        default=default,
-        help="horizontal: one micro-batch after the other, as in a loop; vertical: all of them through a group before the "
-        f"next, as Engine.train_batch can (default: {default})",
-    )
-
-
-def scheme_from(
-    options: argparse.Namespace, *, accumulation: int = 1, schedule: Schedule = "horizontal", collective: bool = False
-) -> Scheme:
-    """The scheme of the options of `add_scheme`. `collective`: whether ranks update in collectives."""
-    update, speculative = choose_update(
-        options.update,
-        clipping=not options.no_clipping,
-        accumulation=passes_of(schedule, accumulation),
-        loss_scaling=False,
-        collective=collective,
-    )
-    moment_bytes = MOMENT_BYTES_OF[options.moments_dtype]
-    return Scheme(
-        options.master_weights, update, moment_bytes=moment_bytes, speculative=speculative, collective=collective
-    )

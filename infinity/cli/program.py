@@ -11,7 +11,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
+
+
+class UsageError(ConfigError):
+    """Options that can't be met as they were given."""
+
+
+@contextmanager
+def usage_checked() -> Iterator[None]:
+    """Turn errors in the block into wrong usage."""
+    try:
+        yield
+    except (InfinityError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    description: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Add a subcommand that `run_program` runs by calling `run`."""
+    parser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(func=run, prog=parser.prog)
+    return parser
 
 
 def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
@@ -37,6 +71,9 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except UsageError as error:
+        print(f"{options.prog}: error: {error}", file=sys.stderr)
+        return 2
     except (InfinityError, OSError) as error:
         try:
             _flush()

@@ -14,9 +14,9 @@ import launch
 import pytest
 import torch
 
-from infinity.cli import step
+from infinity.cli import measured_step, step
+from infinity.cli.measured_step import Round, summarize
 from infinity.cli.plain_torch import PlainStep, Usage
-from infinity.cli.step import Round, summarize
 from infinity.cli.synthetic import Block, Transformer, shape_for, shape_of
 
 KEYS = {
@@ -99,7 +99,7 @@ def test_without_clipping_updates_may_be_in_the_backward(off: str, monkeypatch: 
     parser = argparse.ArgumentParser()
     step.add_parser(parser.add_subparsers())
     options = parser.parse_args(["step", "--update", "backward", off, "--json", "-"])
-    monkeypatch.setattr(step, "measure", lambda options: ({}, None))
+    monkeypatch.setattr(measured_step, "measure", lambda options: ({}, None))
     assert step.run(options) == 0
     assert (options.clipping, options.no_clipping) == (0.0, True)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -27,7 +26,8 @@ from infinity.cli.doctor.machine_checks import (
 )
 from infinity.cli.doctor.path_checks import check_drive, check_path, check_trial
 from infinity.cli.environment import read_container, read_huge_pages, read_limits, read_machine
-from infinity.errors import ConfigError, StoreError
+from infinity.cli.program import add_command, usage_checked
+from infinity.errors import StoreError
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away, not when one is added."""
@@ -61,25 +61,15 @@ docs/doctor.md lists the keys of --json."""
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the commands of `infinity-bench`."""
     summary = "check whether training with NVMe works here, and what would make it work better"
-    parser = subparsers.add_parser(
-        "doctor",
-        help=summary,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "doctor", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
     add_path(parser, "the folder meant as nvme_path (default: the current directory)")
     add_json(parser)
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Report on the path; 0 where training with NVMe works, else 1."""
-    try:
+    with usage_checked():
         check_file(options.json, "--json: ")
-    except ConfigError as error:
-        print(f"infinity-bench doctor: error: {error}", file=sys.stderr)
-        return 2
     try:
         path = (options.path or Path()).absolute()
         Path.cwd()

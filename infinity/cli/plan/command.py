@@ -10,20 +10,23 @@ import dataclasses
 import json
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import check_file, check_plot, scheme_from, write_json
+from infinity.cli.arguments import check_file, check_plot, write_json
+from infinity.cli.plan.answer import Answer, answer
 from infinity.cli.plan.arguments import add_arguments
-from infinity.errors import ConfigError, InfinityError
-
-if TYPE_CHECKING:
-    from infinity.cli.plan.answer import Answer
-    from infinity.cli.plan.remedies import Easing
-    from infinity.plan.lower_bound import DriveSpeed
-    from infinity.plan.machine import Machine
-    from infinity.plan.planner import Plan
-    from infinity.plan.transformer import Transformer
-    from infinity.plan.work import Work
+from infinity.cli.plan.machines import PRESETS, preset_of
+from infinity.cli.plan.model import base_bits, model_from
+from infinity.cli.plan.remedies import Case, Easing
+from infinity.cli.plan.training_config import config_for
+from infinity.cli.program import add_command, usage_checked
+from infinity.cli.training import work_from
+from infinity.errors import ConfigError
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import Machine
+from infinity.plan.planner import Plan
+from infinity.plan.transformer import Transformer
+from infinity.plan.work import Work
+from infinity.schedule.timeline import trace_events
 
 _DESCRIPTION = """\
 Plan a training: memory per tier, bytes, time and what limits it, for every way to place a model's states, and the
@@ -45,40 +48,29 @@ docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the commands of `infinity-bench`."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict memory and step time of a model on this machine or on another",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    parser.set_defaults(func=run)
+    summary = "predict memory and step time of a model on this machine or on another"
+    add_arguments(add_command(subparsers, "plan", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG))
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Plan what was asked for: 0 where something fits and every file was written, 1 where not, 2 for what can't be planned."""
-    if asked.preset == "list":
-        return _list_presets()
-    try:
-        _check(asked)
-        model, machine = _what_and_where(asked)
-        work = _work(model, machine, asked)
-        sizes = _pinned(asked, work)
-    except ConfigError as error:
-        print(f"infinity-bench plan: error: {error}", file=sys.stderr)
-        return 2
-    from infinity.cli.plan.answer import answer
-    from infinity.cli.plan.model import base_bits
-    from infinity.cli.plan.remedies import Case
+    """Plan what was asked for: 0 where something fits and every file was written, 1 where not.
 
-    case = Case(work, machine, *sizes, _easings(asked, machine))
+    Raises UsageError for what can't be planned.
+    """
+    if asked.preset == "list":
+        for name, machine in PRESETS.items():
+            print(f"{name:14} {machine.name}")
+        return 0
+    with usage_checked():
+        _check(asked)
+        case = _case(asked)
     told = answer(case, lora_rank=asked.lora, base_bits=base_bits(asked))
     _tell(asked, told)
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
-        draw(told.plans[0].work, machine, asked.plot, pinned_bytes=sizes[0], cache_bytes=sizes[1])
+        work = told.plans[0].work
+        draw(work, case.machine, asked.plot, pinned_bytes=case.pinned_bytes, cache_bytes=case.cache_bytes)
     if told.chosen is not None:
         _write(asked, told.chosen)
         return 0
@@ -87,6 +79,22 @@ def run(asked: argparse.Namespace) -> int:
         older = ", where an older one stays" if file.exists() else ""
         print(f"infinity-bench plan: full training does not fit: nothing written to {file}{older}", file=sys.stderr)
     return 0 if told.something_fits and not unwritten else 1
+
+
+def _case(asked: argparse.Namespace) -> Case:
+    """The model, the machine and the training. Raises InfinityError."""
+    model, machine = _what_and_where(asked)
+    work = work_from(
+        asked,
+        model,
+        ranks=machine.ranks,
+        checkpointing=not asked.no_checkpointing,
+        groups_per_block=asked.groups_per_block,
+        activations=asked.offload_activations or "none",
+        activation_buffer_bytes_max=asked.activation_buffer,
+        durable=asked.durability == "step",
+    )
+    return Case(work, machine, *_pinned(asked, work), _easings(asked, machine))
 
 
 def _pinned(asked: argparse.Namespace, work: Work) -> tuple[int | None, int | None]:
@@ -122,63 +130,27 @@ def _tell(asked: argparse.Namespace, told: Answer) -> None:
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
     """The files about the chosen strategy."""
-    from infinity.cli.plan.training_config import config_for
-    from infinity.schedule.timeline import trace_events
-
     if asked.write_config is not None:
         write_json(config_for(chosen, _nvme_path(asked)), asked.write_config)
     if asked.timeline is not None:
-        asked.timeline.write_text(
-            json.dumps({"traceEvents": trace_events(chosen.simulated.timeline if chosen.simulated else [])}) + "\n"
-        )
+        events = trace_events(chosen.simulated.timeline if chosen.simulated else [])
+        asked.timeline.write_text(json.dumps({"traceEvents": events}) + "\n")
 
 
 def _nvme_path(asked: argparse.Namespace) -> str:
     return str(asked.path.absolute()) if asked.path is not None else "/local_nvme"
 
 
-def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
-    from infinity.plan.work import Work, moments_of
-
-    collective = asked.optimizer == "Muon" and machine.ranks > 1
-    return Work(
-        model,
-        ranks=machine.ranks,
-        samples=asked.batch_size,
-        micro_batches=asked.accumulation,
-        schedule=asked.schedule,
-        checkpointing=not asked.no_checkpointing,
-        groups_per_block=asked.groups_per_block,
-        clipping=not asked.no_clipping,
-        scheme=dataclasses.replace(
-            scheme_from(asked, accumulation=asked.accumulation, schedule=asked.schedule, collective=collective),
-            moments=moments_of(asked.optimizer, model),
-        ),
-        muon=asked.optimizer == "Muon",
-        gradient_bytes_max=asked.gradient_memory,
-        activations=asked.offload_activations or "none",
-        activation_buffer_bytes_max=asked.activation_buffer,
-        durable=asked.durability == "step",
-        unasked=asked.update == "auto",
-    )
-
-
 def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
-    """The model and the machine. Raises ConfigError."""
-    from infinity.cli.plan.model import model_from
-
+    """The model and the machine. Raises InfinityError."""
     model = model_from(asked)
     if asked.plot is not None and model.experts is not None:
         raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
     if _is_measured(asked):
         from infinity.cli.plan.here import measure_machine
 
-        try:
-            machine = measure_machine(
-                asked.path, model, samples=asked.batch_size, report=partial(print, file=sys.stderr)
-            )
-        except InfinityError as error:
-            raise ConfigError(str(error)) from error
+        report = partial(print, file=sys.stderr)
+        machine = measure_machine(asked.path, model, samples=asked.batch_size, report=report)
     else:
         machine = _base(asked)
     return model, _with_figures(machine, asked)
@@ -211,9 +183,6 @@ def _is_measured(asked: argparse.Namespace) -> bool:
 
 def _base(asked: argparse.Namespace) -> Machine:
     """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
-    from infinity.cli.plan.machines import PRESETS, preset_of
-    from infinity.plan.machine import Machine
-
     if asked.preset is not None:
         if (preset := preset_of(asked.preset)) is None:
             raise ConfigError(f"--preset {asked.preset}: there is no such preset, but {', '.join(PRESETS)}")
@@ -260,19 +229,9 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
 
 def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
     """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
-    from infinity.plan.lower_bound import DriveSpeed
-
     drive = machine.drive if asked.read is None else DriveSpeed(asked.read, asked.write)
     if drive is None:
         raise ConfigError("--mixed goes with --read and --write: give all three")
     if asked.mixed is None:
         return drive
     return dataclasses.replace(drive, mixed=(asked.mixed / 2, asked.mixed / 2))
-
-
-def _list_presets() -> int:
-    from infinity.cli.plan.machines import PRESETS
-
-    for name, machine in PRESETS.items():
-        print(f"{name:14} {machine.name}")
-    return 0

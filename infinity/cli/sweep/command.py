@@ -7,11 +7,11 @@ profile stays.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from infinity.cli.arguments import add_json, add_path, check_file, check_plot, checked_value, count
 from infinity.cli.doctor.path_checks import refusal
+from infinity.cli.program import add_command, usage_checked
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
@@ -37,13 +37,8 @@ docs/sweep.md says what is measured, and lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `sweep` to the commands of `infinity-bench`."""
-    parser = subparsers.add_parser(
-        "sweep",
-        help="measure a drive and find the settings that serve training best",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    summary = "measure a drive and find the settings that serve training best"
+    parser = add_command(subparsers, "sweep", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
     add_path(parser, "folder on the drive to measure (nvme_path)", nargs="+")
     parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
     parser.add_argument(
@@ -69,16 +64,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--plot", type=Path, metavar="FILE.png", help="draw bandwidth over block size (needs matplotlib)"
     )
     parser.add_argument("--no-profile", action="store_true", help="do not write PATH/.infinity-drive.json")
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sweep the paths: 0 when done, 2 for options that can't be met. Raises StoreError or IoError."""
-    try:
+    """Sweep the paths: 0 when done. Raises StoreError or IoError, or UsageError for options that can't be met."""
+    with usage_checked():
         _check(options)
-    except InfinityError as error:
-        print(f"infinity-bench sweep: error: {error}", file=sys.stderr)
-        return 2
     from infinity.cli.sweep.run import Sweep
 
     sweep = Sweep(options, {path: _file_bytes(path, options.size, quick=options.quick) for path in options.paths})

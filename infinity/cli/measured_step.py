@@ -1,0 +1,228 @@
+"""The training steps that `infinity-bench step` times, and what they are held to.
+
+[Note: The lower bound of a measured step]
+It is the longer of two times, both measured in the rounds of the step: that of plain PyTorch, which holds the same model in
+memory (`plain_torch`), and that of the step's bytes at the rate that the drive gives while it reads and writes. Neither knows
+what the step took, so a step that copies, faults or waits too much stands far above it. The step less its waiting would be no
+such figure: whatever held the step up would count as compute, and the ratio to it would be near 1 however slow the step is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.cli.plain_torch import PlainStep, Usage, plain_torch
+from infinity.cli.plan.here import measure_machine
+from infinity.cli.synthetic import Transformer, make_training, shape_for, tokens
+from infinity.cli.training import work_from
+from infinity.drive.choice import choose_storage
+from infinity.drive.measure import DriveTest, Workload
+from infinity.plan.planner import plan_step
+from infinity.plan.strategy import STRATEGIES
+from infinity.plan.transformer import Transformer as Shape
+from infinity.schedule.timeline import TraceSummary
+from infinity.store.run_folder import make_writable
+from infinity.units import MIB, format_count
+
+_DRIVE_FILE_BYTES = 256 * MIB
+_DRIVE_POOL_BYTES = 64 * MIB
+_DRIVE_SECONDS = 0.15
+"""Of a trial of each kind, in every round."""
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"weight_decay": 0.01},
+    "Adam": {"adam_w_mode": False},
+    "SGD": {"momentum": 0.9},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What was measured in turn: a step from the drive, one of plain PyTorch (None: left out), and the drive's bytes/s for each
+    workload."""
+
+    step: dict[str, Any]
+    plain: PlainStep | None
+    rates: dict[Workload, float]
+
+    def in_words(self) -> str:
+        plain = f", plain PyTorch in memory {self.plain.seconds:.2f} s" if self.plain is not None else ""
+        return f"{self.step['seconds']:.2f} s{plain}"
+
+
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
+    """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken)."""
+    # Progress goes to stderr where stdout is for the JSON.
+    show = functools.partial(print, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
+    shape = shape_for(options.params, seq=options.seq)
+    make_writable(options.path)
+    # Before the steps, so that it is a prediction.
+    machine = measure_machine(options.path, shape, samples=options.batch_size, report=show)
+    work = work_from(options, shape, checkpointing=False)
+    with _make_engine(options, shape) as engine:
+        show(f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
+        for number in range(options.warmup):
+            step = _step(engine, options)
+            show(f"warming up, step {number + 1} of {options.warmup}: {step['seconds']:.2f} s")
+        rounds = _rounds(engine, options, shape, show)
+        traced = None
+        if options.trace is not None:
+            engine.start_trace()
+            _step(engine, options)
+            traced = engine.stop_trace(options.trace)
+        stats = engine.swap_stats()
+        assert stats is not None and engine.swap is not None
+        planned_bytes, backend = engine.swap.step_bytes(), engine.swap.backend
+        numel = engine.shard_numel
+    everything = next(s for s in STRATEGIES if (s.parameters, s.optimizer) == ("nvme", "nvme"))
+    pool_bytes = stats.pinned_bytes - stats.cached_bytes
+    plan = plan_step(work, machine, everything, pinned_bytes=pool_bytes, cache_bytes=stats.cached_bytes)
+    return {
+        "params": numel,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "batch_size": options.batch_size,
+        "accumulation": options.accumulation,
+        "schedule": options.schedule,
+        "seq": options.seq,
+        "clipping": options.clipping,
+        "optimizer": options.optimizer,
+        "moments_dtype": options.moments_dtype,
+        "master_weights": work.scheme.master_weights,
+        "update": work.scheme.update,
+        **summarize(rounds, planned_bytes=planned_bytes, numel=numel, backend=backend),
+        "predicted_seconds": plan.simulated.seconds if plan.simulated is not None else None,
+        "pinned_bytes": stats.pinned_bytes,
+        "cache_bytes": stats.cached_bytes,
+        "arena_bytes": stats.arena_bytes,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "trace": dataclasses.asdict(traced) if traced is not None else None,
+    }, traced
+
+
+def _rounds(
+    engine: infinity.Engine, options: argparse.Namespace, shape: Shape, show: Callable[[str], None]
+) -> list[Round]:
+    """The steps that count, each with one of plain PyTorch and a trial of the drive, driven as the engine drives it."""
+    rounds = []
+    io = choose_storage(engine.config).io
+    with contextlib.ExitStack() as stack:
+        drive = stack.enter_context(DriveTest(options.path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES))
+        drive.fill()
+        in_memory = plain_torch(
+            functools.partial(make_training, shape, options.batch_size),
+            shape=shape,
+            samples=options.batch_size,
+            clipping=options.clipping,
+            micro_batches=options.accumulation,
+            optimizer=options.optimizer,
+            report=show,
+        )
+        plain = stack.enter_context(in_memory)
+        if plain is not None:
+            for _ in range(options.warmup):
+                plain.step()
+        for number in range(options.steps):
+            step = _step(engine, options)
+            plain_step = plain.step() if plain is not None else None
+            rates = {workload: drive.run(workload, io, _DRIVE_SECONDS).bytes_per_s for workload in Workload}
+            rounds.append(Round(step, plain_step, rates))
+            show(f"round {number + 1} of {options.steps}: {rounds[-1].in_words()}")
+    return rounds
+
+
+def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel: int, backend: str) -> dict[str, Any]:
+    """Medians over the rounds, and what a step is held to: [Note: The lower bound of a measured step].
+
+    planned_bytes: read and written in a step by its plan. Where the pool spared some of them, those that were moved count;
+    where some were moved twice, those of the plan.
+    """
+    steps = [measured.step for measured in rounds]
+    median = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+    rates = {workload: statistics.median(measured.rates[workload] for measured in rounds) for workload in Workload}
+    moved_bytes = median["read_bytes"], median["written_bytes"]
+    drive_seconds = sum(map(min, planned_bytes, moved_bytes)) / rates[Workload.MIXED]
+    plain = [measured.plain for measured in rounds if measured.plain is not None]
+    plain = plain if len(plain) == len(rounds) else []  # it ended on the way
+    torch_seconds = _median(step.seconds for step in plain)
+    lower_bound = max(torch_seconds or 0.0, drive_seconds)
+    return {
+        "steps": steps,
+        "seconds": median["seconds"],
+        "torch_in_memory_seconds": torch_seconds,
+        "drive_seconds": drive_seconds,
+        "lower_bound_seconds": lower_bound,
+        # None where all is cached, and there is nothing to compare with.
+        "over_lower_bound": median["seconds"] / lower_bound if lower_bound > 0 else None,
+        "cpu_seconds_per_step": median["cpu_seconds"],
+        "minor_faults_per_step": median["minor_faults"],
+        "torch_in_memory_cpu_seconds_per_step": _median(step.usage.cpu_seconds for step in plain),
+        "torch_in_memory_minor_faults_per_step": _median(step.usage.minor_faults for step in plain),
+        "torch_in_memory_peak_rss_bytes": plain[-1].peak_rss_bytes if plain else None,
+        "read_bytes_per_param": moved_bytes[0] / numel,
+        "written_bytes_per_param": moved_bytes[1] / numel,
+        "drive": {"backend": backend, **{f"{workload.value}_bytes_per_s": rate for workload, rate in rates.items()}},
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    """None where there are no values."""
+    return statistics.median(known) if (known := list(values)) else None
+
+
+def _make_engine(options: argparse.Namespace, shape: Shape) -> infinity.Engine:
+    drive = {"device": "nvme", "nvme_path": str(options.path)}
+    config = {
+        "train_micro_batch_size_per_gpu": options.batch_size,
+        "gradient_accumulation_steps": options.accumulation,
+        "bf16": {"enabled": True},
+        "gradient_clipping": options.clipping,
+        "optimizer": {"type": options.optimizer, "params": _SETTINGS.get(options.optimizer, {})},
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
+        "infinity": {
+            "pinned_bytes_max": options.pinned_bytes_max,
+            "host_cache_bytes": options.cache,
+            "master_weights": options.master_weights,
+            "moments_dtype": options.moments_dtype,
+            "update": options.update,
+            "schedule": options.schedule,
+            "gradient_bytes_max": "auto" if options.gradient_memory is None else options.gradient_memory,
+        },
+    }
+    torch.manual_seed(0)
+    with infinity.init_empty():
+        model = Transformer(shape)
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def _step(engine: infinity.Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """One step, its last writes included."""
+    micro_batches = [tokens(options.batch_size, options.seq) for _ in range(options.accumulation)]
+    before, used_before = engine.swap_stats(), Usage.now()
+    began = time.perf_counter()
+    engine.train_batch(iter(micro_batches))
+    assert engine.swap is not None and before is not None
+    engine.swap.stager.settle_all()
+    seconds = time.perf_counter() - began
+    after, used = engine.swap_stats(), Usage.now().since(used_before)
+    assert after is not None
+    return {
+        "seconds": seconds,
+        **used._asdict(),
+        "read_bytes": after.read_bytes - before.read_bytes,
+        "written_bytes": after.written_bytes - before.written_bytes,
+        "stall_seconds": after.stall_seconds - before.stall_seconds,
+    }
