@@ -124,14 +124,12 @@ def _predicted(result: dict[str, Any]) -> str:
 
 
 def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from infinity.cli.tables import print_facts
 
-    table = Table(show_header=False)
     seconds = [step["seconds"] for step in result["steps"]]
     stall = statistics.median(step["stall_seconds"] for step in result["steps"])
     drive = result["drive"]
-    rows = {
+    facts = {
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
         "of it waiting for the drive": f"{stall:.3f} s",
         "plain PyTorch in memory": _plain_in_words(result),
@@ -148,6 +146,4 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
         "on the drive": format_bytes(result["arena_bytes"]),
         "peak resident memory": format_bytes(result["peak_rss_bytes"]),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+    print_facts(facts)

@@ -6,18 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from infinity.cli.plan.figures import finite, memory_as_json, memory_table, tiers_on, tokens_per_s
+from infinity.cli.tables import table_of
 from infinity.plan.frozen import IN_TURNS, START_SECONDS, FrozenPlan
 from infinity.plan.machine import Machine
 from infinity.units import format_bytes, format_count, format_seconds
 
 TITLE = "On frozen weights in their files"
-
-_TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
 
 _LIMITS = {"to device": "link", IN_TURNS: "turns"}
 
@@ -32,23 +31,20 @@ def print_frozen(console: Console, plans: Sequence[FrozenPlan], machine: Machine
     for line in _words(plans, lora_rank):
         console.print(line)
     console.print()
-    console.print(_memory_table(plans))
+    memories = {plan.name.removesuffix(" from files").removesuffix(" on files"): plan.memory for plan in plans}
+    console.print(memory_table(TITLE, memories))
 
 
 def _table(plans: Sequence[FrozenPlan], machine: Machine) -> Table:
-    table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("work", "fits", "per"):
-        table.add_column(name, no_wrap=True)
-    tiers = [(tier, title) for tier, title in _TIERS[:2] if tier == "host" or not machine.device_is_host]
-    for name in (*(title for _, title in tiers), "start", "read", "writes", "time", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("limit", no_wrap=True)
+    tiers = {tier: title for tier, title in tiers_on(machine).items() if tier != "nvme"}
+    names = ("work", "fits", "per", *tiers.values(), "start", "read", "writes", "time", "tokens/s", "limit")
+    table = table_of(*names, words=3, title=TITLE)
     for plan in plans:
         table.add_row(
             plan.name,
             "[green]yes[/]" if plan.fits else "[yellow]no[/]",
             unit_of(plan),
-            *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier, _ in tiers),
+            *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
             _seconds(plan.start_seconds),
             format_bytes(plan.read_bytes * machine.ranks),
             "none",
@@ -66,11 +62,6 @@ def _seconds(seconds: float) -> str:
 def unit_of(plan: FrozenPlan) -> str:
     """What its seconds and bytes are of; a round of one sequence makes one token."""
     return "token" if plan.per == "round" and plan.tokens == 1 else plan.per
-
-
-def tokens_per_s(rate: float) -> str:
-    """Such as "154" or "12.3k"."""
-    return f"{rate:.3g}" if rate < 1000 else format_count(rate)
 
 
 def _words(plans: Sequence[FrozenPlan], lora_rank: int) -> list[str]:
@@ -99,27 +90,6 @@ def _words(plans: Sequence[FrozenPlan], lora_rank: int) -> list[str]:
     return lines
 
 
-def _memory_table(plans: Sequence[FrozenPlan]) -> Table:
-    """A column for each work, as most users of memory are in all of them."""
-    title = f"{TITLE}: memory of one rank"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("tier", no_wrap=True)
-    table.add_column("user", no_wrap=True)
-    for plan in plans:
-        name = plan.name.removesuffix(" from files").removesuffix(" on files")
-        table.add_column(name, justify="right", no_wrap=True)
-    for tier, title in _TIERS:
-        of_plans = [getattr(plan.memory, tier) for plan in plans]
-        users = dict.fromkeys(user for lines in of_plans for user in lines)
-        for number, user in enumerate(users):
-            cells = (format_bytes(lines[user]) if user in lines else "" for lines in of_plans)
-            table.add_row("" if number else title, user, *cells)
-        if users:
-            sums = (f"[bold]{format_bytes(sum(lines.values()))}[/]" for lines in of_plans)
-            table.add_row("", "[bold]sum[/]", *sums, end_section=True)
-    return table
-
-
 def frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
     """One work; docs/plan.md lists the keys."""
     return {
@@ -128,19 +98,15 @@ def frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
         "base_bits": plan.base_bits,
         "fits": plan.fits,
         "reasons": list(plan.reasons),
-        "memory_bytes_per_rank": {tier: getattr(plan.memory, tier) for tier, _ in _TIERS},
+        "memory_bytes_per_rank": memory_as_json(plan.memory),
         "pinned_bytes": plan.pinned_bytes,
         "trained_params": plan.trained_numel,
         "tokens": plan.tokens,
-        "start_seconds": _finite(plan.start_seconds),
-        "seconds": _finite(plan.seconds),
+        "start_seconds": finite(plan.start_seconds),
+        "seconds": finite(plan.seconds),
         "tokens_per_s": plan.tokens_per_s,
         "read_bytes_per_rank": round(plan.read_bytes),
         "written_bytes_per_rank": 0,
-        "busy_seconds": {resource: _finite(seconds) for resource, seconds in plan.busy.items()},
+        "busy_seconds": {resource: finite(seconds) for resource, seconds in plan.busy.items()},
         "limit": plan.limit,
     }
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from infinity.cli.plan.answer import Answer
-from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen, tokens_per_s, unit_of
+from infinity.cli.plan.figures import finite, memory_as_json, memory_table, tiers_on, tokens_per_s
+from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen, unit_of
 from infinity.cli.plan.training_config import config_for
+from infinity.cli.tables import table_of
 from infinity.plan.machine import Machine
 from infinity.plan.planner import Plan
 from infinity.plan.transformer import Transformer
@@ -27,8 +27,6 @@ _WIDTH = 1000
 
 RATED_DAYS = 5 * 365
 """For which drives are rated, at one drive write per day (DWPD)."""
-
-_TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
 
 # --- For people ---
 
@@ -52,7 +50,7 @@ def print_report(told: Answer) -> None:
     print_frozen(console, told.frozen, first.machine, told.lora_rank)
     shown = chosen or plans[-1]
     console.print()
-    console.print(_memory_table(shown))
+    console.print(memory_table(shown.strategy.name, {"bytes": shown.memory}))
     for line in words(shown):
         console.print(line)
     if shown.work.groups_per_block > 1 and chosen is not None:
@@ -88,11 +86,8 @@ def verdicts(told: Answer) -> list[str]:
 def _about(plan: Plan) -> str:
     work, machine = plan.work, plan.machine
     model = work.model
-    ranks = (
-        f"{machine.nodes} x {machine.ranks_per_node} ranks" if machine.nodes > 1 else f"{machine.ranks_per_node} ranks"
-    )
-    if machine.ranks == 1:
-        ranks = "one rank"
+    nodes = f"{machine.nodes} x " if machine.nodes > 1 else ""
+    ranks = "one rank" if machine.ranks == 1 else f"{nodes}{machine.ranks_per_node} ranks"
     recomputed = "recomputed in the backward" if work.checkpointing else "kept"
     recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
     return (
@@ -120,57 +115,35 @@ def _micro_batches_in_words(work: Work) -> str:
 
 
 def _table(plans: list[Plan], chosen: Plan | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("strategy", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    tiers = {tier: title for tier, title in _TIERS if tier != "device" or not plans[0].machine.device_is_host}
-    for name in (*tiers.values(), "read", "written", "lower bound", "step", "tokens/s", "DWPD"):
-        table.add_column(name, justify="right", no_wrap=True)
+    tiers = tiers_on(plans[0].machine)
+    numbers = ("read", "written", "lower bound", "step", "tokens/s", "DWPD")
+    table = table_of("strategy", "fits", *tiers.values(), *numbers, words=2)
     for plan in plans:
+        read = written = step = tokens = ""
+        if plan.simulated is not None:
+            ranks = plan.machine.ranks
+            read, written = _short(plan.simulated.read_bytes * ranks), _short(plan.simulated.written_bytes * ranks)
+            step, tokens = format_seconds(plan.step_seconds), tokens_per_s(plan.tokens_per_s)
+        daily = plan.drive_writes_per_day
         table.add_row(
             plan.strategy.name,
             "[green]yes[/]" if plan.fits and plan.strategy.runs else "not yet" if plan.fits else "[yellow]no[/]",
             *(_short(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
-            *_cells(plan),
+            read,
+            written,
+            format_seconds(plan.lower_bound_seconds),
+            step,
+            tokens,
+            "" if daily is None else f"{daily:.3g}",
             style="bold" if plan is chosen else "",
         )
     return table
-
-
-def _cells(plan: Plan) -> list[str]:
-    if plan.simulated is None:
-        return ["", "", format_seconds(plan.lower_bound_seconds), "", "", ""]
-    ranks = plan.machine.ranks
-    daily = plan.drive_writes_per_day
-    return [
-        _short(plan.simulated.read_bytes * ranks),
-        _short(plan.simulated.written_bytes * ranks),
-        format_seconds(plan.lower_bound_seconds),
-        format_seconds(plan.step_seconds),
-        tokens_per_s(plan.tokens_per_s),
-        "" if daily is None else f"{daily:.3g}",
-    ]
 
 
 def _short(nbytes: int) -> str:
     """Bytes for a narrow column: three digits, and nothing for none."""
     number, unit = format_bytes(nbytes).split()
     return f"{float(number):.{max(0, 4 - len(number.split('.')[0]) - 1)}f} {unit}" if nbytes else ""
-
-
-def _memory_table(plan: Plan) -> Table:
-    title = f"{plan.strategy.name}: memory of one rank"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("tier", no_wrap=True)
-    table.add_column("user")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for tier, title in _TIERS:
-        lines = getattr(plan.memory, tier)
-        for number, (user, nbytes) in enumerate(lines.items()):
-            table.add_row("" if number else title, user, format_bytes(nbytes))
-        if lines:
-            table.add_row("", "[bold]sum[/]", f"[bold]{format_bytes(sum(lines.values()))}[/]", end_section=True)
-    return table
 
 
 def words(plan: Plan) -> list[str]:
@@ -234,7 +207,7 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
             "experts": _experts_as_json(model),
         },
         "machine": {"name": machine.name, "nodes": machine.nodes, "ranks_per_node": machine.ranks_per_node}
-        | {name: _finite(getattr(machine, name)) for name in _RATES}
+        | {name: finite(getattr(machine, name)) for name in _RATES}
         | _drive_as_json(machine),
         "batch": work.samples,
         "accumulation": work.micro_batches,
@@ -281,10 +254,6 @@ _RATES = (
 )
 
 
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value
-
-
 def _drive_as_json(machine: Machine) -> dict[str, Any]:
     if machine.drive is None:
         return {"read_bytes_per_s": None, "write_bytes_per_s": None, "mixed_bytes_per_s": None}
@@ -307,7 +276,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "update": plan.strategy.update_of(plan.work.scheme),
         "speculative": plan.discarded_bytes[1] > 0,
         "reasons": list(plan.reasons),
-        "memory_bytes_per_rank": {tier: getattr(plan.memory, tier) for tier, _ in _TIERS},
+        "memory_bytes_per_rank": memory_as_json(plan.memory),
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,

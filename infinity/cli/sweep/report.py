@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 from infinity.aio import IoSettings
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.search import Choice, Search, Standing
+from infinity.cli.tables import table_of
 from infinity.drive.describe import Drive
 from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import DriveProfile
@@ -137,11 +136,7 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
 
 def print_found(swept: Swept, console: Console) -> None:
     """The table: for every backend the fastest settings under each load."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("backend", "load"):
-        table.add_column(name, no_wrap=True)
-    for name in ("GB/s", "range", "block", "depth", "rings", "CPU s/GB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("backend", "load", "GB/s", "range", "block", "depth", "rings", "CPU s/GB", words=2)
     for name in swept.search.names:
         for workload in Workload:
             if (standing := swept.search.best(name, workload)) is not None:
@@ -212,9 +207,7 @@ def ratios_to_rival(swept: Swept) -> dict[str, float]:
 
 def print_endurance(swept: Swept, choice: Choice, console: Console, params: list[int]) -> None:
     """Print the bytes that training writes, and how long a drive lasts."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("parameters", "on the drive", "read a step", "written a step", "step at least"):
-        table.add_column(name, justify="right")
+    table = table_of("parameters", "on the drive", "read a step", "written a step", "step at least")
     for count in params:
         read, written = _step_bytes(count)
         seconds = (read + written) / choice.step_bytes_per_s
@@ -270,9 +263,7 @@ def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Con
         )
     if result is None:
         return
-    table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("load", "GB/s", "sum of each alone", "ratio"):
-        table.add_column(name, justify="right")
+    table = table_of("load", "GB/s", "sum of each alone", "ratio", title="All at once")
     for workload, rate in result.items():
         alone = _alone(swept, workload)
         table.add_row(workload.value, f"{rate / 1e9:.2f}", f"{alone / 1e9:.2f}", f"{rate / alone:.2f}")
