@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import infinity
@@ -26,11 +27,8 @@ _EPILOG = (
     "130 after Ctrl-C."
 )
 _DTYPES = ("fp32", "bf16", "fp16")
-_IMPORT = (
-    "write a checkpoint of DeepSpeed (ZeRO 1 to 3, or universal; Adam) as one of infinity's, for load_checkpoint; "
-    "no code in it is run"
-)
-_MERGE = "write a model with a LoRA adapter merged into it as safetensors, in the memory of one tensor"
+_CHECKPOINT = "a checkpoint, or the folder that it was saved to"
+_METAVARS = {"checkpoint": "CKPT", "output": "OUT", "base": "MODEL", "adapter": "ADAPTER"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,75 +44,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    info = _add(commands, "info", _info, "tell what a checkpoint holds: steps, ranks, parameters, bytes")
+    text = "tell what a checkpoint holds: steps, ranks, parameters, bytes"
+    info = _add(commands, "info", _info, text, checkpoint=_CHECKPOINT)
     info.add_argument("--tensors", action="store_true", help="list every tensor of the model, too")
-    _add(
-        commands,
-        "verify",
-        _verify,
-        "read every file of a checkpoint and compare it with the hash taken when it was written",
+    text = "read every file of a checkpoint and compare it with the hash taken when it was written"
+    _add(commands, "verify", _verify, text, checkpoint=_CHECKPOINT)
+    text = "write the model in a checkpoint as safetensors, in the memory of one tensor"
+    model = "the folder for the model; made if need be"
+    consolidate = _add(commands, "consolidate", _consolidate, text, checkpoint=_CHECKPOINT, output=model)
+    text = "of the parameters (default: %(default)s, the masters)"
+    consolidate.add_argument("--dtype", choices=_DTYPES, default="fp32", help=text)
+    text = "write an arena checkpoint as one of torch.distributed.checkpoint, which stock FSDP2 + AdamW loads"
+    new = "the folder of the new checkpoint; must not be there"
+    _add(commands, "export", _export, text, checkpoint=_CHECKPOINT, output=new)
+    text = (
+        "write a checkpoint of DeepSpeed (ZeRO 1 to 3, or universal; Adam) as one of infinity's, for load_checkpoint; "
     )
-    consolidate = _add(
-        commands,
-        "consolidate",
-        _consolidate,
-        "write the model in a checkpoint as safetensors, in the memory of one tensor",
-    )
-    consolidate.add_argument("output", type=named_path, metavar="OUT", help="the folder for the model; made if need be")
-    consolidate.add_argument(
-        "--dtype", choices=_DTYPES, default="fp32", help="of the parameters (default: %(default)s, the masters)"
-    )
-    consolidate.add_argument(
-        "--max-shard-size",
-        type=size,
-        default="5GB",
-        metavar="SIZE",
-        help="a model larger than this goes to several files, with an index (default: %(default)s)",
-    )
-    export = _add(
-        commands,
-        "export",
-        _export,
-        "write an arena checkpoint as one of torch.distributed.checkpoint, which stock FSDP2 + AdamW loads",
-    )
-    export.add_argument(
-        "output", type=named_path, metavar="OUT", help="the folder of the new checkpoint; must not be there"
-    )
-    imported = _add(
-        commands, "import", _import, _IMPORT, "a checkpoint of DeepSpeed, or the folder that it was saved to"
-    )
-    imported.add_argument(
-        "output", type=named_path, metavar="OUT", help="the folder for load_checkpoint; must not be there"
-    )
+    text += "no code in it is run"
+    theirs = "a checkpoint of DeepSpeed, or the folder that it was saved to"
+    new = "the folder for load_checkpoint; must not be there"
+    imported = _add(commands, "import", _import, text, checkpoint=theirs, output=new)
     imported.add_argument("--dry-run", action="store_true", help="tell what would go over, and write nothing")
-    merge = commands.add_parser("merge", help=_MERGE, description=_MERGE, epilog=_EPILOG)
-    merge.add_argument("base", type=named_path, metavar="MODEL", help="the model below: a folder with safetensors")
-    merge.add_argument("adapter", type=named_path, metavar="ADAPTER", help="what PEFT's save_pretrained wrote")
-    merge.add_argument("output", type=named_path, metavar="OUT", help="the folder for the model; made if need be")
-    merge.add_argument(
-        "--max-shard-size",
-        type=size,
-        default="5GB",
-        metavar="SIZE",
-        help="a model larger than this goes to several files, with an index (default: %(default)s)",
-    )
-    merge.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
-    merge.set_defaults(func=_merge)
+    text = "write a model with a LoRA adapter merged into it as safetensors, in the memory of one tensor"
+    base, adapter = "the model below: a folder with safetensors", "what PEFT's save_pretrained wrote"
+    merge = _add(commands, "merge", _merge, text, base=base, adapter=adapter, output=model)
+    text = "a model larger than this goes to several files, with an index (default: %(default)s)"
+    for writer in (consolidate, merge):
+        writer.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
     return parser
 
 
 def _add(
-    commands: Any,
-    name: str,
-    func: Callable[[argparse.Namespace], int],
-    summary: str,
-    checkpoint: str = "a checkpoint, or the folder that it was saved to",
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, **paths: str
 ) -> argparse.ArgumentParser:
+    """Add a command that takes `paths`: their names and what they are for."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=_EPILOG)
-    parser.add_argument("checkpoint", type=named_path, metavar="CKPT", help=checkpoint)
-    parser.add_argument("--tag", help="which one in that folder (default: the latest)")
+    for path, text in paths.items():
+        parser.add_argument(path, type=named_path, metavar=_METAVARS[path], help=text)
+    if "checkpoint" in paths:
+        parser.add_argument("--tag", help="which one in that folder (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
-    parser.set_defaults(func=func)
+    parser.set_defaults(func=run)
     return parser
 
 
@@ -149,17 +119,14 @@ def _info(options: argparse.Namespace) -> int:
             for name in model.names
         ]
     if options.json:
-        _print_json({**facts, "tensors": tensors} if options.tensors else facts)
-    else:
-        _print_info(facts, tensors if options.tensors else [], others(model.path.parent, but=model.path.name))
+        return _print_json({**facts, "tensors": tensors} if options.tensors else facts)
+    _print_info(facts, tensors if options.tensors else [], others(model.path.parent, but=model.path.name))
     return 0
 
 
 def _print_info(facts: dict[str, Any], tensors: list[dict[str, Any]], elsewhere: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from infinity.cli.tables import print_facts
 
-    table = Table(show_header=False)
     rows = {
         "checkpoint": facts["checkpoint"],
         "saved": facts["saved"],
@@ -172,14 +139,10 @@ def _print_info(facts: dict[str, Any], tensors: list[dict[str, Any]], elsewhere:
         "hashes": "yes, for every file" if facts["hashed"] else "none: save_checkpoint did not write it",
         "beside it": elsewhere,
     }
-    for key, value in rows.items():
-        if value is not None:
-            table.add_row(key, str(value))
-    console = Console()
-    console.print(table)
+    print_facts(rows)
     for tensor in tensors:
         kind = " (buffer)" if tensor["buffer"] else ""
-        console.print(f"{tensor['name']}  {tensor['dtype']} {tensor['shape']}{kind}", markup=False, highlight=False)
+        print(f"{tensor['name']}  {tensor['dtype']} {tensor['shape']}{kind}")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -219,12 +182,7 @@ def _consolidate(options: argparse.Namespace) -> int:
             max_shard_bytes=options.max_shard_size,
             progress=begin,
         )
-    nbytes = sum(file.stat().st_size for file in files)
-    if options.json:
-        _print_json({"files": [str(file) for file in files], "nbytes": nbytes, "dtype": options.dtype})
-    else:
-        print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
-    return 0
+    return _tell_written(options, files, dtype=options.dtype)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -236,9 +194,8 @@ def _export(options: argparse.Namespace) -> int:
     manifest = load_manifest(path)
     assert manifest is not None
     if options.json:
-        _print_json({"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes})
-    else:
-        print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
+        return _print_json({"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes})
+    print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
     return 0
 
 
@@ -269,19 +226,15 @@ def _import(options: argparse.Namespace) -> int:
         "nbytes": imported.nbytes,
     }
     if options.json:
-        _print_json(facts)
-        return 0
+        return _print_json(facts)
     print(
         f"{source.path}: {source.kind}, {source.ranks} rank(s), step {facts['global_steps']}, "
         f"{format_count(imported.numel)} parameters in {facts['parameter_tensors']} tensors"
     )
     print("".join(f"left out: {reason}\n" for reason in imported.left_out), end="")
     place = f"{format_bytes(imported.nbytes)} in {imported.path}"
-    print(
-        f"nothing is written; it would be {place}"
-        if options.dry_run
-        else f'{place}: load_checkpoint("{options.output}")'
-    )
+    ready = f'{place}: load_checkpoint("{options.output}")'
+    print(f"nothing is written; it would be {place}" if options.dry_run else ready)
     return 0
 
 
@@ -292,16 +245,21 @@ def _merge(options: argparse.Namespace) -> int:
         files = merge(
             options.base, options.adapter, options.output, max_shard_bytes=options.max_shard_size, progress=begin
         )
+    return _tell_written(options, files)
+
+
+def _tell_written(options: argparse.Namespace, files: Sequence[Path], **more: str) -> int:
+    """Report on the files of a model."""
     nbytes = sum(file.stat().st_size for file in files)
     if options.json:
-        _print_json({"files": [str(file) for file in files], "nbytes": nbytes})
-    else:
-        print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
+        return _print_json({"files": [str(file) for file in files], "nbytes": nbytes, **more})
+    print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
     return 0
 
 
-def _print_json(report: dict[str, Any]) -> None:
+def _print_json(report: dict[str, Any]) -> int:
     print(json.dumps({"format": JSON_FORMAT, **report}, indent=2))
+    return 0
 
 
 @contextmanager
