@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infinity.cli.bench import main as infinity_bench
-from infinity.cli.plan.report import RATED_DAYS
+from infinity.plan.planner import RATED_DAYS
 from infinity.units import DAY_SECONDS, format_seconds
 
 MODELS = ("1B", "3B", "8B", "32B", "70B", "405B", "1T")

@@ -10,7 +10,6 @@ import math
 import operator
 from dataclasses import dataclass, replace
 
-from infinity.plan.host_cache import NO_CACHE, HostCache
 from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, Work
@@ -58,6 +57,21 @@ class Memory:
     @property
     def nvme_bytes(self) -> int:
         return sum(self.nvme.values())
+
+
+@dataclass(frozen=True)
+class HostCache:
+    """What one rank keeps in pinned memory from step to step, in bytes by group: compute parameters, and the other state."""
+
+    compute: tuple[int, ...] = ()
+    other_state: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.compute) + sum(self.other_state)
+
+
+NO_CACHE = HostCache()
 
 
 def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache:

@@ -1,16 +1,12 @@
 """Work on frozen weights that stay in the user's own files: adapters are trained on them, or text is generated.
 Closed formulas over the product's own policies of what stays staged; nothing is simulated and nothing is ever written.
 
-[Note: Frozen weights in the plan]
-Which bytes a step or a round reads follows from `cycle_read_bytes` and `choose_to_stay`, as the staging policy asks them, with
-the pool's sum. Its time is the longest of what goes on at once: the drive reads ahead without a pause (what a step reads first
-is read ahead in the step before it, as nothing of it changes), the link copies, the GPUs gather, and the device computes. What
-can't be read ahead takes turns with compute: routed experts, which nobody knows before their router has run.
+docs/plan.md, "On frozen weights in their files", says what is counted. Bytes follow from `cycle_read_bytes` and
+`choose_to_stay`, as the staging policy asks them, with the pool's sum. Time is the longest of what goes on at once.
 
-In generation weights pass through memory. The computation reads them once a round. A gather reads and writes them before that,
-but not of what stays staged where one rank computes on its host ([Note: Gathered where it is staged] in
-infinity/swap/shard.py). Weights of 8 and 4 bits are decoded before that copy: their bytes are read, and 16 bits are written.
-That this takes no longer than the memory traffic is an assumption.
+In generation a gather reads and writes weights before they are computed with, but not what stays staged where one rank computes
+on its host ([Note: Gathered where it is staged] in infinity/swap/shard.py). Weights of 8 and 4 bits are decoded before that:
+their bytes are read, and 16 bits are written. That this takes no longer than the memory traffic is an assumption.
 """
 
 from __future__ import annotations

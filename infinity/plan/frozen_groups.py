@@ -1,10 +1,8 @@
 """The bytes of files and pool that gathers of frozen groups need, and those read again, by the product's own policies.
 
 [Note: Routed experts in the plan]
-Each frozen expert is a group of its own ([Note: Routed experts] in infinity/fsdp2/experts.py). A gather of a block's experts
-for T tokens of all ranks reads E · (1 − (1 − k / E)^T) of E, expected, when every token takes k different ones, all equally
-likely, whatever the others take. Routers that have favourites read fewer. Of what is used the pool keeps the youngest, in what
-the other groups leave of it; they leave none where they don't all fit, as reads ahead take the room then.
+Each frozen expert is a group of its own ([Note: Routed experts] in infinity/fsdp2/experts.py). docs/plan.md, "Mixtures of
+experts", says what a gather reads of them and what stays.
 
 Rounds of generation go through the blocks in one order. Let each need the share p of all experts. So m rounds use 1 − (1 − p)^m
 of them, and of those that a round needs, so many were used in the m before it. They are still there if the pool holds as many.

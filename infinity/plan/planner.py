@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
+    HostCache,
     Memory,
     Pipeline,
     bytes_of_step,
@@ -21,7 +22,6 @@ from infinity.plan.estimate import (
     second_slot_bytes,
     updated_in_backward,
 )
-from infinity.plan.host_cache import HostCache
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
 from infinity.plan.program import step_of
@@ -36,6 +36,9 @@ from infinity.units import DAY_SECONDS, format_bytes
 
 USABLE = 0.95
 """The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
+
+RATED_DAYS = 5 * 365
+"""For which drives are rated, at one drive write per day (DWPD)."""
 
 AS_FAST = 1.02
 """Steps that are longer by less than this count as equal; no prediction is that exact."""

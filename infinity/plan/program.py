@@ -7,8 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infinity.plan.estimate import Pipeline, updated_in_backward
-from infinity.plan.host_cache import HostCache
+from infinity.plan.estimate import HostCache, Pipeline, updated_in_backward
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.plan.strategy import Strategy

@@ -11,12 +11,11 @@ from pathlib import Path
 from infinity.cli.doctor.findings import Finding, Mark, Section, count_text, kib_text, size_text
 from infinity.cli.program import signals_held
 from infinity.drive.describe import LOCAL, Disk, Drive, Queue, default_block_bytes, drive_of, existing
+from infinity.schedule.scheme import Scheme
 from infinity.units import GIB, MIB, PAGE_BYTES, format_bytes, format_count
 
 TRIAL_BYTES = 8 * MIB
 """Bytes that the trial writes and reads back."""
-STATE_BYTES_PER_PARAMETER = 12
-"""On NVMe: the 16-bit compute parameter, the 16-bit remainder of the master, two fp32 moments."""
 
 
 def check_path(section: Section, path: Path) -> None:
@@ -66,9 +65,10 @@ def _check_room(section: Section, path: Path) -> None:
     elif not total:
         section.add("space", Mark.INFO, "this file system does not say how much is free")
     else:
-        parameters = format_count(free // STATE_BYTES_PER_PARAMETER)
+        state_bytes = Scheme().state_bytes
+        parameters = format_count(free // state_bytes)
         text = f"{format_bytes(free)} of {format_bytes(total)} are free: room for {parameters} parameters"
-        section.warn_if(free < GIB, "space", f"{text} at {STATE_BYTES_PER_PARAMETER} bytes each", move)
+        section.warn_if(free < GIB, "space", f"{text} at {state_bytes:g} bytes each", move)
     if counts_files and status.f_favail < 8:
         section.add("files", Mark.FAIL, "the file system can't hold another file (no inodes are free)", move)
 

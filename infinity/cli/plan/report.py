@@ -14,7 +14,7 @@ from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen, unit_o
 from infinity.cli.plan.training_config import config_for
 from infinity.cli.tables import table_of
 from infinity.plan.machine import Machine
-from infinity.plan.planner import Plan
+from infinity.plan.planner import RATED_DAYS, Plan
 from infinity.plan.transformer import Transformer
 from infinity.plan.work import Work
 from infinity.units import DAY_SECONDS, format_bytes, format_count, format_seconds
@@ -24,9 +24,6 @@ JSON_FORMAT = 1
 
 _WIDTH = 1000
 """Characters that a table may take, whatever the terminal: a column that is cut short says nothing."""
-
-RATED_DAYS = 5 * 365
-"""For which drives are rated, at one drive write per day (DWPD)."""
 
 # --- For people ---
 

@@ -24,15 +24,11 @@ from infinity.drive.describe import Drive
 from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import DriveProfile
 from infinity.plan.lower_bound import Part, step_bytes
+from infinity.plan.planner import RATED_DAYS
 from infinity.schedule.scheme import Scheme
 from infinity.units import DAY_SECONDS, GIB, KIB, MIB, format_bytes, format_count, format_seconds
 
-_RATED_DAYS = 5 * 365
-"""Drives are rated in drive writes per day (DWPD) over five years."""
-
 _PARAMS = (10**9, 7 * 10**9, 70 * 10**9)
-_NVME_BYTES_PER_PARAM = 12
-"""The 16-bit compute parameter, the 16-bit remainder of the master and two fp32 moments."""
 
 
 @dataclass
@@ -213,7 +209,7 @@ def print_endurance(swept: Swept, choice: Choice, console: Console, params: list
         seconds = (read + written) / choice.step_bytes_per_s
         table.add_row(
             format_count(count),
-            format_bytes(_NVME_BYTES_PER_PARAM * count),
+            format_bytes(Scheme().state_bytes * count),
             format_bytes(read),
             format_bytes(written),
             format_seconds(seconds),
@@ -249,7 +245,7 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
     return {
         "written_bytes_per_day": per_day,
         "drive_writes_per_day": per_day / drive.nbytes,
-        "days_at_1_dwpd_for_5_years": _RATED_DAYS * drive.nbytes / per_day,
+        "days_at_1_dwpd_for_5_years": RATED_DAYS * drive.nbytes / per_day,
     }
 
 
