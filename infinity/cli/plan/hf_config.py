@@ -4,8 +4,9 @@ that is known here."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.transformer import Experts, Transformer
@@ -54,37 +55,30 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-class _Part(NamedTuple):
-    """A part of a block: its parameters, the inputs and outputs of its linear layers, the parameters in no matrix, and the
-    shapes of its matrices."""
+@dataclass(frozen=True)
+class _Part:
+    """A part of a block: the outputs and inputs of its linear layers, and how many parameters are in norms and biases."""
 
-    numel: int
-    linear_width: int
-    vector_numel: int = 0
     matrices: tuple[tuple[int, int], ...] = ()
+    vector_numel: int = 0
 
-    def plus(self, other: _Part) -> _Part:
-        return _Part(
-            self.numel + other.numel,
-            self.linear_width + other.linear_width,
-            self.vector_numel + other.vector_numel,
-            self.matrices + other.matrices,
-        )
+    @property
+    def numel(self) -> int:
+        return sum(outputs * inputs for outputs, inputs in self.matrices) + self.vector_numel
 
-    def times(self, count: int) -> _Part:
-        return _Part(count * self.numel, count * self.linear_width, count * self.vector_numel, count * self.matrices)
+    @property
+    def linear_width(self) -> int:
+        return sum(map(sum, self.matrices))
 
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.matrices + other.matrices, self.vector_numel + other.vector_numel)
 
-_NOTHING = _Part(0, 0)
+    def __mul__(self, count: int) -> _Part:
+        return _Part(self.matrices * count, self.vector_numel * count)
 
 
 def _linear(inputs: int, outputs: int) -> _Part:
-    return _Part(inputs * outputs, inputs + outputs, matrices=((outputs, inputs),))
-
-
-def _vectors(numel: int) -> _Part:
-    """Norms and biases."""
-    return _Part(numel, 0, numel)
+    return _Part(((outputs, inputs),))
 
 
 class _Reader:
@@ -104,7 +98,7 @@ class _Reader:
         vocab = self._number("vocab_size")
         positions = self._number("max_position_embeddings", "n_positions", "n_ctx", default=0)
         attention = self._latent_attention() if self._type in _LATENT_TYPES else self._attention()
-        dense = attention.plus(self._feed_forward(self._inner()))
+        dense = attention + self._feed_forward(self._inner())
         sparse, experts = self._mixture(attention, dense)
         return Transformer(
             self._layers,
@@ -139,7 +133,7 @@ class _Reader:
             raise ConfigError(f"{self._path}: num_experts_per_tok: got {per_token}, and there are {count} experts")
         expert = self._feed_forward(self._expert_inner())
         router = _linear(self._hidden, count)
-        sparse = attention.plus(router).plus(self._shared_expert()).plus(expert.times(count))
+        sparse = attention + router + self._shared_expert() + expert * count
         return sparse, Experts(
             count, per_token, expert.numel, expert.linear_width, blocks, dense.numel, dense.linear_width
         )
@@ -159,16 +153,16 @@ class _Reader:
         """That of all tokens, and the gate before it."""
         if self._type in _LATENT_TYPES:
             inner = self._expert_inner() * self._number("n_shared_experts", default=0)
-            return self._feed_forward(inner) if inner else _NOTHING
+            return self._feed_forward(inner) if inner else _Part()
         inner = self._number("shared_expert_intermediate_size", default=0) if self._type == "qwen2_moe" else 0
-        return self._feed_forward(inner).plus(_linear(self._hidden, 1)) if inner else _NOTHING
+        return self._feed_forward(inner) + _linear(self._hidden, 1) if inner else _Part()
 
     def _inner(self) -> int:
         return self._number("intermediate_size", "n_inner", "ffn_dim", default=4 * self._hidden)
 
     def _feed_forward(self, inner: int) -> _Part:
         gated = self._values.get("hidden_act") in _GATED or self._type in _GATED_TYPES
-        return _linear(self._hidden, inner).times(3 if gated else 2)
+        return _linear(self._hidden, inner) * (3 if gated else 2)
 
     def _width(self) -> int:
         """Of a head."""
@@ -181,7 +175,7 @@ class _Reader:
     def _attention(self) -> _Part:
         """With the norms and biases of the block."""
         hidden, queries, keys = self._hidden, self._heads * self._width(), self._keys() * self._width()
-        linear = _linear(hidden, queries).times(2).plus(_linear(hidden, keys).times(2))
+        linear = _linear(hidden, queries) * 2 + _linear(hidden, keys) * 2
         others = 2 * hidden
         if self._biased or self._type in _QKV_BIASED_TYPES:
             others += queries + 2 * keys
@@ -189,7 +183,7 @@ class _Reader:
             others += 4 * hidden + self._inner()
         if self._type in _HEAD_NORM_TYPES:
             others += 2 * self._width()
-        return linear.plus(_vectors(others))
+        return linear + _Part(vector_numel=others)
 
     def _latent_attention(self) -> _Part:
         """Of DeepSeek: queries, if `q_lora_rank` says so, and keys and values pass through something narrow that is normed."""
@@ -198,9 +192,9 @@ class _Reader:
         narrow, latent = self._number("q_lora_rank", default=0), self._number("kv_lora_rank")
         queries = _linear(narrow or hidden, heads * (plain + rotary))
         if narrow:
-            queries = queries.plus(_linear(hidden, narrow)).plus(_vectors(narrow))
-        keys = _linear(hidden, latent + rotary).plus(_linear(latent, heads * (plain + values)))
-        return queries.plus(keys).plus(_linear(heads * values, hidden)).plus(_vectors(2 * hidden + latent))
+            queries += _linear(hidden, narrow) + _Part(vector_numel=narrow)
+        keys = _linear(hidden, latent + rotary) + _linear(latent, heads * (plain + values))
+        return queries + keys + _linear(heads * values, hidden) + _Part(vector_numel=2 * hidden + latent)
 
     def _cache_width(self) -> int:
         """Keys and values of a token in a block, as transformers keeps them."""
