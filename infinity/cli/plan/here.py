@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.aio import IoSettings
 from infinity.cli.synthetic import Block
 from infinity.drive.describe import drive_of
-from infinity.drive.measure import DriveTest, Workload
-from infinity.drive.profile import load_profile
+from infinity.drive.measure import DriveRates, measure_drive
+from infinity.drive.profile import DriveProfile, load_profile
 from infinity.host_memory import available_bytes
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
@@ -78,18 +77,13 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
 
 def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
     """The rates of the drive, and their source in words."""
-    profile = load_profile(path)
-    if profile is not None:
-        each_way = profile.mixed_bytes_per_s / 2
-        return DriveSpeed(profile.read_bytes_per_s, profile.write_bytes_per_s, (each_way, each_way)), "its profile"
-    with DriveTest(path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=64 * MIB) as test:
-        test.fill()
-        rates: dict[Workload, float] = {}
-        for workload in Workload:
-            trials = [test.run(workload, IoSettings(), _DRIVE_SECONDS) for _ in range(_DRIVE_ROUNDS)]
-            rates[workload] = statistics.median(trial.bytes_per_s for trial in trials)
-    each_way = rates[Workload.MIXED] / 2
-    return DriveSpeed(rates[Workload.READ], rates[Workload.WRITE], (each_way, each_way)), "a short measurement"
+    measured: DriveProfile | DriveRates | None = load_profile(path)
+    source = "its profile"
+    if measured is None:
+        measured = measure_drive(path, nbytes=_DRIVE_FILE_BYTES, rounds=_DRIVE_ROUNDS, seconds=_DRIVE_SECONDS)
+        source = "a short measurement"
+    each_way = measured.mixed_bytes_per_s / 2
+    return DriveSpeed(measured.read_bytes_per_s, measured.write_bytes_per_s, (each_way, each_way)), source
 
 
 def _measure_training(
