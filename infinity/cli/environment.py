@@ -1,6 +1,7 @@
 """Reads /proc and /sys: machine, container, limits, huge pages, as plain data. Judges and changes nothing.
 
-What the kernel does not say is None. `root` is where /proc, /sys and /run are looked for.
+docs/doctor.md tells what each attribute means. What the kernel does not say is None. `root` is where /proc, /sys and /run are
+looked for.
 """
 
 from __future__ import annotations
@@ -25,11 +26,7 @@ _GVISOR_VERSION = "Sun Jan 10 15:06:54 PST 2016"
 
 @dataclass(frozen=True)
 class Machine:
-    """kernel, architecture, distribution: names. cpus: those this process may run on. cpus_online: of the machine.
-    numa_nodes: memory nodes. memory_bytes, memory_available_bytes, swap_bytes, swap_free_bytes: of the machine.
-    memory_limit_bytes: the lowest limit of the control groups (v1 or v2) around this process; None where there is none.
-    memory_limit_used_bytes: what counts against it now, page cache included.
-    """
+    """Processors and memory. The memory limit is the lowest of the control groups around this process."""
 
     kernel: str
     architecture: str
@@ -47,11 +44,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Container:
-    """kind: "docker", "podman", "kubernetes", ...; None outside of any, as far as one can see. gvisor: the kernel is
-    gVisor's. seccomp: "off", "strict" or "filter". no_new_privileges: the flag of that name.
-    io_uring_disabled: the sysctl; 0: free for all, 1: for one group and CAP_SYS_ADMIN, 2: for nobody.
-    user_namespace: whether the process is in a user namespace of its own, as in rootless containers. cap_ipc_lock,
-    cap_sys_admin: whether the process has the capability where it counts, which is outside of any such namespace.
+    """The container around the process, and its restrictions.
+
+    user_namespace: whether it is one of its own, as in rootless containers. Capabilities count outside of it only.
     """
 
     kind: str | None
@@ -66,10 +61,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Limits:
-    """memlock_soft_bytes, memlock_hard_bytes: memory this process may lock; None for no limit. file_size_bytes: the
-    largest file it may write; None for no limit. open_files_soft, open_files_hard: file descriptors.
-    aio_max_nr, aio_nr: requests that kernel AIO (linux_aio) may hold ready in the whole machine, and those taken.
-    """
+    """The limits of this process, None for no limit, and those of kernel AIO in the whole machine."""
 
     memlock_soft_bytes: int | None
     memlock_hard_bytes: int | None
@@ -82,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Pages of the hugetlb pool of one size: page_bytes each, `total` reserved, `free` of them not in use."""
+    """A pool of hugetlb pages of one size."""
 
     page_bytes: int
     total: int
@@ -91,8 +83,7 @@ class Reserved:
 
 @dataclass(frozen=True)
 class HugePages:
-    """enabled, defrag: the chosen words of /sys/kernel/mm/transparent_hugepage. page_bytes: size of a transparent huge
-    page. reserved: the hugetlb pools that hold pages, which are apart from transparent ones."""
+    """The settings of transparent huge pages, and the pools that are reserved apart from them."""
 
     enabled: str | None
     defrag: str | None
@@ -101,7 +92,6 @@ class HugePages:
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
-    """CPUs and memory, and what control groups leave of it."""
     memory = machine_memory(root)
     limit = min(control_group_limits(root), key=lambda limit: limit.limit_bytes, default=None)
     return Machine(
@@ -121,7 +111,6 @@ def read_machine(root: Path = _ROOT) -> Machine:
 
 
 def read_container(root: Path = _ROOT) -> Container:
-    """The container around the process, and its restrictions."""
     status = _colon_table(root / "proc/self/status")
     users = (text_of(root / "proc/self/uid_map") or "").split()
     inside = users != _ALL_USERS if users else None
@@ -142,7 +131,6 @@ def read_container(root: Path = _ROOT) -> Container:
 
 
 def read_limits(root: Path = _ROOT) -> Limits:
-    """The limits of this process (getrlimit), and those of kernel AIO."""
     memlock_soft, memlock_hard = _rlimit(resource.RLIMIT_MEMLOCK)
     files_soft, files_hard = _rlimit(resource.RLIMIT_NOFILE)
     return Limits(
@@ -157,7 +145,6 @@ def read_limits(root: Path = _ROOT) -> Limits:
 
 
 def read_huge_pages(root: Path = _ROOT) -> HugePages:
-    """The settings of transparent huge pages, and the reserved pools."""
     settings = root / "sys/kernel/mm/transparent_hugepage"
     reserved = []
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):

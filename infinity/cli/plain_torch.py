@@ -165,13 +165,8 @@ class PlainTorch:
         self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
-        self._pid = self._process.pid
+        self.pid = self._process.pid
         orders.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._pid
 
     def step(self) -> PlainStep | None:
         """Take a step; what it took."""
