@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infinity.plan.lower_bound import forward_lower_bound_seconds
 from infinity.units import GIB, MIB
 
 Row = dict[str, dict[str, Any]]
@@ -116,15 +115,18 @@ def phase_seconds(row: Row, way: str) -> float:
 
 
 def forward_lower_bound(row: Row, way: str) -> float:
-    """What a step can't go below whose updates wait for the next forward, with the compute of plain PyTorch."""
-    return forward_lower_bound_seconds(
-        state_bytes=row[way]["step_bytes"][1],
-        pool_bytes=row[way]["pinned_bytes"],
-        read_bytes_per_s=row[way]["drive"][0],
-        write_bytes_per_s=row[way]["drive"][1],
-        forward_seconds=row["torch"]["forward"] + row["torch"]["step"],
-        backward_seconds=row["torch"]["backward"],
-    )
+    """What a step can't go below whose updates wait for the next forward, with the compute of plain PyTorch.
+
+    No update may begin before the last gradient is known, and each must have ended when its group is used. So all state is
+    read and written in the forward, but for the part in the pool at either end: as much is read ahead in the backward before,
+    and written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
+
+        T_step >= max(forward and update, (S - M) / BW_read + (S - M) / BW_write) + backward
+    """
+    moved = max(0.0, row[way]["step_bytes"][1] - row[way]["pinned_bytes"])
+    read_rate, write_rate, _ = row[way]["drive"]
+    forward_seconds = row["torch"]["forward"] + row["torch"]["step"]
+    return max(forward_seconds, moved / read_rate + moved / write_rate) + float(row["torch"]["backward"])
 
 
 def show(results: dict[str, dict[str, Any] | None]) -> None:

@@ -79,27 +79,3 @@ class DriveSpeed:
             read_bytes -= seconds * self.mixed[0]
             written_bytes -= seconds * self.mixed[1]
         return seconds + read_bytes / self.read_bytes_per_s + written_bytes / self.write_bytes_per_s
-
-
-def forward_lower_bound_seconds(
-    *,
-    state_bytes: float,
-    pool_bytes: float,
-    read_bytes_per_s: float,
-    write_bytes_per_s: float,
-    forward_seconds: float,
-    backward_seconds: float,
-) -> float:
-    """The least time of a step that updates its groups before their next forward, as it must where gradients are clipped.
-
-    No update may begin before the last gradient is known, and each must have ended when its group is used. So all state is
-    read and written in the forward, but for the part in the pool at either end: `pool_bytes` read ahead in the backward before,
-    and as many written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
-
-        T_step >= max(forward, (S - M) / BW_read + (S - M) / BW_write) + backward
-
-    which is more than that of `DriveSpeed` where the forward alone doesn't hide the drive; a larger pool or a cache
-    helps. `forward_seconds`: of the forward's compute and the updates', without waiting.
-    """
-    moved = max(0.0, state_bytes - pool_bytes)
-    return max(forward_seconds, moved / read_bytes_per_s + moved / write_bytes_per_s) + backward_seconds

@@ -10,10 +10,12 @@ from typing import Any
 import launch
 import pytest
 
+from infinity.plan.lower_bound import DriveSpeed
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))
 
-from step_summary import summarize  # noqa: E402
+from step_summary import forward_lower_bound, summarize  # noqa: E402
 from step_table import COLUMNS, table_of  # noqa: E402
 
 GB = 10**9
@@ -62,6 +64,19 @@ def test_bytes_that_were_moved_twice_or_spared_make_no_step_look_better() -> Non
     for moved, drive_seconds in ((40 * NUMEL, 0.65), (8 * NUMEL, 0.5)):
         result = summarize(rows(None, [10.0], moved=moved), "auto")
         assert result is not None and result["drive_seconds"] == drive_seconds
+
+
+def test_updates_before_the_forward_hide_behind_it_alone() -> None:
+    plain = {"forward": 0.5, "step": 0.5, "backward": 20.0}
+
+    def bound(pool_bytes: float) -> float:
+        step = {"step_bytes": [14.0, 12.0], "pinned_bytes": pool_bytes, "drive": [2.0, 4.0, 3.0]}
+        return forward_lower_bound({"torch": plain, "auto": step}, "auto")
+
+    assert bound(0.0) == 12 / 2 + 12 / 4 + 20
+    assert bound(4.0) == 8 / 2 + 8 / 4 + 20
+    assert bound(16.0) == 1 + 20
+    assert bound(4.0) > 21 > DriveSpeed(2.0, 4.0).lower_bound_seconds(12, 12)
 
 
 def test_a_way_that_ended_on_the_way_is_left_out_and_holds_nothing() -> None:

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan.lower_bound import (
-    DriveSpeed,
-    Part,
-    forward_lower_bound_seconds,
-    step_bytes,
-)
+from infinity.plan.lower_bound import DriveSpeed, Part, step_bytes
 from infinity.schedule.scheme import Scheme
 
 B = 10**9
@@ -48,16 +43,6 @@ def test_seventy_billion_parameters() -> None:
 )
 def test_what_a_step_leaves_out_is_not_counted(part: dict[str, int], read: int, written: int) -> None:
     assert step_bytes(Part(1000, **part), PLAIN) == (1000 * read, 1000 * written)
-
-
-def test_updates_before_the_forward_hide_behind_it_alone() -> None:
-    rates = {"read_bytes_per_s": 2.0, "write_bytes_per_s": 4.0}
-    numbers = {"state_bytes": 12.0, "forward_seconds": 1.0, "backward_seconds": 20.0, **rates}
-    assert forward_lower_bound_seconds(pool_bytes=0.0, **numbers) == 12 / 2 + 12 / 4 + 20
-    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) == 8 / 2 + 8 / 4 + 20
-    assert forward_lower_bound_seconds(pool_bytes=16.0, **numbers) == 1 + 20
-    drive_seconds = DriveSpeed(2.0, 4.0).lower_bound_seconds(12, 12)
-    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) > 21 > drive_seconds
 
 
 def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
