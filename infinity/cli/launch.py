@@ -105,7 +105,14 @@ def _run(options: argparse.Namespace) -> int:
 def _hosts(options: argparse.Namespace) -> list[Host]:
     """Those to run on, in the order of their ranks."""
     ranks = options.nproc_per_node
-    hosts = read_hostfile(options.hostfile) if options.hostfile else [Host(LOCALHOST, ranks or _devices_here())]
+    if options.hostfile:
+        hosts = read_hostfile(options.hostfile)
+    elif ranks:
+        hosts = [Host(LOCALHOST, ranks)]
+    else:
+        import torch
+
+        hosts = [Host(LOCALHOST, max(torch.accelerator.device_count(), 1))]
     hosts = choose(hosts, include=options.include, exclude=options.exclude)
     if options.num_nodes and options.num_nodes > len(hosts):
         raise ConfigError(
@@ -118,12 +125,6 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
             f"--nproc-per-node {ranks}: the slots of {numbered[0]} are chosen one by one; leave out either"
         )
     return [host._replace(slots=ranks) for host in hosts] if ranks else hosts
-
-
-def _devices_here() -> int:
-    import torch
-
-    return max(torch.accelerator.device_count(), 1)
 
 
 def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tuple[str, list[str]]]:

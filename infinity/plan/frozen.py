@@ -243,17 +243,14 @@ def _memory(
     work: Work, machine: Machine, groups: FrozenGroups, device: dict[str, int], host: dict[str, int], asked: _Asked
 ) -> tuple[Memory, int]:
     """What one rank holds, and the bytes of its pool."""
-    on_host = machine.device_is_host
-    process = {"Python and torch": HOST_PROCESS_BYTES} if on_host else {}
-    if not on_host:
-        process = {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES}
+    if machine.device_is_host:
+        device, host = {}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}
+    else:
         device = {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device}
-    others = sum(process.values()) + sum(host.values()) + (sum(device.values()) if on_host else 0)
-    left = int(USABLE * machine.host_bytes / machine.ranks_per_node) - others
-    pool = _pool_bytes(groups, left, asked)
-    host = {**process, **host, "pool of staged groups, pinned": pool, **(device if on_host else {})}
-    files = {"frozen weights, in their files": groups.whole_bytes * machine.nodes}
-    return Memory({} if on_host else device, host, files), pool
+        host = {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host}
+    left = int(USABLE * machine.host_bytes / machine.ranks_per_node) - sum(host.values())
+    host["pool of staged groups, pinned"] = pool = _pool_bytes(groups, left, asked)
+    return Memory(device, host, {"frozen weights, in their files": groups.whole_bytes * machine.nodes}), pool
 
 
 def _pool_bytes(groups: FrozenGroups, left: int, asked: _Asked) -> int:

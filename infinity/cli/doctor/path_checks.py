@@ -78,7 +78,10 @@ def check_drive(section: Section, path: Path) -> None:
     drive = drive_of(existing(path))
     block_bytes = default_block_bytes(drive)
     section.facts = asdict(drive) | {"model": drive.model, "identity": drive.identity, "block_bytes": block_bytes}
-    _check_file_system(section, drive)
+    options = ", ".join(drive.mount_options)
+    text = f"{drive.file_system} on {drive.source}, mounted at {drive.mount_point} ({options})"
+    why = drive.file_system_weakness
+    section.warn_if(bool(why), "file_system", text + (f"; it {why}" if why else ""), LOCAL)
     for layer in drive.layers:
         encrypted = "(CRYPT" in layer
         text = layer + (": encryption costs CPU for every byte" if encrypted else "")
@@ -91,13 +94,6 @@ def check_drive(section: Section, path: Path) -> None:
         section.add(
             "block_size", Mark.INFO, f"{format_bytes(block_bytes)} to begin with: the largest request, up to 1 MiB"
         )
-
-
-def _check_file_system(section: Section, drive: Drive) -> None:
-    options = ", ".join(drive.mount_options)
-    text = f"{drive.file_system} on {drive.source}, mounted at {drive.mount_point} ({options})"
-    why = drive.file_system_weakness
-    section.warn_if(bool(why), "file_system", text + (f"; it {why}" if why else ""), LOCAL)
 
 
 def _check_disk(section: Section, disk: Disk) -> None:

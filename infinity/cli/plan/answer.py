@@ -42,15 +42,15 @@ class Answer:
 
 def answer(case: Case, *, lora_rank: int, base_bits: int) -> Answer:
     """The answer for `case`, with as few of its easings as make something fit. [Note: Easings]"""
-    sizes = {"pinned_bytes": case.pinned_bytes, "cache_bytes": case.cache_bytes}
+
+    def on_files(easing: Easing) -> list[FrozenPlan]:
+        return frozen_plans(
+            case.eased(easing), case.machine, lora_rank=lora_rank, base_bits=base_bits, **case.pinned_sizes
+        )
+
     eased = next((easing for easing in case.easings if replace(case, easings=(easing,)).fits()), case.easings[-1])
-    plans = plans_for(case.eased(eased), case.machine, **sizes)
+    plans = plans_for(case.eased(eased), case.machine, **case.pinned_sizes)
     chosen = fastest_that_fits(plans)
-    for frozen_eased in case.easings:
-        frozen = frozen_plans(case.eased(frozen_eased), case.machine, lora_rank=lora_rank, base_bits=base_bits, **sizes)
-        if frozen[0].fits:
-            break
-    else:
-        frozen_eased = ()
-        frozen = frozen_plans(case.work, case.machine, lora_rank=lora_rank, base_bits=base_bits, **sizes)
-    return Answer(plans, chosen, eased, [] if chosen is not None else remedies(case), frozen, frozen_eased, lora_rank)
+    frozen_eased = next((easing for easing in case.easings if on_files(easing)[0].fits), ())
+    needed = [] if chosen is not None else remedies(case)
+    return Answer(plans, chosen, eased, needed, on_files(frozen_eased), frozen_eased, lora_rank)

@@ -69,8 +69,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
-        work = told.plans[0].work
-        draw(work, case.machine, asked.plot, pinned_bytes=case.pinned_bytes, cache_bytes=case.cache_bytes)
+        draw(told.plans[0].work, case.machine, asked.plot, **case.pinned_sizes)
     if told.chosen is not None:
         _write(asked, told.chosen)
         return 0

@@ -53,6 +53,11 @@ class Case:
     cache_bytes: int | None
     easings: tuple[Easing, ...] = ((),)
 
+    @property
+    def pinned_sizes(self) -> dict[str, int | None]:
+        """Arguments of every planning function."""
+        return {"pinned_bytes": self.pinned_bytes, "cache_bytes": self.cache_bytes}
+
     def eased(self, easing: Easing) -> Work:
         """The work with the arguments of `easing`, but for what it has been given already."""
         changes = {name: value for argument in easing for name, value in EASINGS[argument].items()}
@@ -61,8 +66,10 @@ class Case:
 
     def fits(self) -> bool:
         """Whether any strategy that infinity can run fits, with any of the easings."""
-        sizes = {"pinned_bytes": self.pinned_bytes, "cache_bytes": self.cache_bytes}
-        return any(some_strategy_fits(self.eased(easing), self.machine, **sizes) for easing in reversed(self.easings))
+        return any(
+            some_strategy_fits(self.eased(easing), self.machine, **self.pinned_sizes)
+            for easing in reversed(self.easings)
+        )
 
 
 class _Step(NamedTuple):

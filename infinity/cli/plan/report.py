@@ -13,10 +13,7 @@ from infinity.cli.plan.figures import finite, memory_as_json, memory_table, tier
 from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen, unit_of
 from infinity.cli.plan.training_config import config_for
 from infinity.cli.tables import table_of
-from infinity.plan.machine import Machine
 from infinity.plan.planner import RATED_DAYS, Plan
-from infinity.plan.transformer import Transformer
-from infinity.plan.work import Work
 from infinity.units import DAY_SECONDS, format_bytes, format_count, format_seconds
 
 JSON_FORMAT = 1
@@ -85,30 +82,21 @@ def _about(plan: Plan) -> str:
     model = work.model
     nodes = f"{machine.nodes} x " if machine.nodes > 1 else ""
     ranks = "one rank" if machine.ranks == 1 else f"{nodes}{machine.ranks_per_node} ranks"
+    active = ""
+    if (experts := model.experts) is not None:
+        routed = f"{experts.per_token} of {experts.count} experts in {len(experts.blocks)} blocks"
+        active = f", {format_count(model.active_numel)} of them active ({routed})"
+    micro_batches = "one micro-batch a step"
+    if work.micro_batches > 1:
+        micro_batches = f"{work.micro_batches} micro-batches {'at once' if work.schedule == 'vertical' else 'a step'}"
     recomputed = "recomputed in the backward" if work.checkpointing else "kept"
     recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
     return (
-        f"[bold]{format_count(model.numel)} parameters[/]{_experts_in_words(model)}: {model.layers} blocks, hidden size "
+        f"[bold]{format_count(model.numel)} parameters[/]{active}: {model.layers} blocks, hidden size "
         f"{model.hidden}, vocabulary {model.vocab}; {work.samples} x {model.seq} tokens a micro-batch and rank, "
-        f"{_micro_batches_in_words(work)}, activations {recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, "
+        f"{micro_batches}, activations {recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, "
         f"{machine.flops_per_s / 1e12:.3g} TFLOP/s each"
     )
-
-
-def _experts_in_words(model: Transformer) -> str:
-    if model.experts is None:
-        return ""
-    experts = model.experts
-    return (
-        f", {format_count(model.active_numel)} of them active ({experts.per_token} of {experts.count} experts in "
-        f"{len(experts.blocks)} blocks)"
-    )
-
-
-def _micro_batches_in_words(work: Work) -> str:
-    if work.schedule == "vertical" and work.micro_batches > 1:
-        return f"{work.micro_batches} micro-batches at once"
-    return "one micro-batch a step" if work.micro_batches == 1 else f"{work.micro_batches} micro-batches a step"
 
 
 def _table(plans: list[Plan], chosen: Plan | None) -> Table:
@@ -190,7 +178,8 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
     """The whole result; docs/plan.md lists the keys."""
     plans, chosen = told.plans, told.chosen
     work, machine = plans[0].work, plans[0].machine
-    model = work.model
+    model, drive = work.model, machine.drive
+    experts, mixed = model.experts, drive.mixed if drive else None
     return {
         "format": JSON_FORMAT,
         "model": {
@@ -201,11 +190,22 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
             "vocab": model.vocab,
             "seq": model.seq,
             "active_params": model.active_numel,
-            "experts": _experts_as_json(model),
+            "experts": experts
+            and {
+                "count": experts.count,
+                "per_token": experts.per_token,
+                "blocks": len(experts.blocks),
+            },
         },
-        "machine": {"name": machine.name, "nodes": machine.nodes, "ranks_per_node": machine.ranks_per_node}
-        | {name: finite(getattr(machine, name)) for name in _RATES}
-        | _drive_as_json(machine),
+        "machine": {
+            "name": machine.name,
+            "nodes": machine.nodes,
+            "ranks_per_node": machine.ranks_per_node,
+            **{name: finite(getattr(machine, name)) for name in _RATES},
+            "read_bytes_per_s": drive.read_bytes_per_s if drive else None,
+            "write_bytes_per_s": drive.write_bytes_per_s if drive else None,
+            "mixed_bytes_per_s": sum(mixed) if mixed else None,
+        },
         "batch": work.samples,
         "accumulation": work.micro_batches,
         "schedule": work.schedule,
@@ -231,13 +231,6 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
     }
 
 
-def _experts_as_json(model: Transformer) -> dict[str, int] | None:
-    if model.experts is None:
-        return None
-    experts = model.experts
-    return {"count": experts.count, "per_token": experts.per_token, "blocks": len(experts.blocks)}
-
-
 _RATES = (
     "flops_per_s",
     "device_bytes",
@@ -249,17 +242,6 @@ _RATES = (
     "node_link_bytes_per_s",
     "network_bytes_per_s",
 )
-
-
-def _drive_as_json(machine: Machine) -> dict[str, Any]:
-    if machine.drive is None:
-        return {"read_bytes_per_s": None, "write_bytes_per_s": None, "mixed_bytes_per_s": None}
-    mixed = machine.drive.mixed
-    return {
-        "read_bytes_per_s": machine.drive.read_bytes_per_s,
-        "write_bytes_per_s": machine.drive.write_bytes_per_s,
-        "mixed_bytes_per_s": None if mixed is None else sum(mixed),
-    }
 
 
 def _plan_as_json(plan: Plan) -> dict[str, Any]:

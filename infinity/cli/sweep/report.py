@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -215,25 +215,21 @@ def print_endurance(swept: Swept, choice: Choice, console: Console, params: list
             format_seconds(seconds),
         )
     console.print(table)
-    for line in endurance(swept.drive, choice):
-        console.print(line)
+    console.print(endurance(swept.drive, choice))
 
 
-def endurance(drive: Drive, choice: Choice) -> list[str]:
+def endurance(drive: Drive, choice: Choice) -> str:
     """Sentences about drive wear. The same for models of all sizes: a larger one writes more, less often."""
     wear = wear_of(drive, choice)
-    lines = [
-        "Wear: a step writes 12 bytes per trained parameter. Training that never waits for compute would write "
-        f"{format_bytes(wear['written_bytes_per_day'])} a day."
-    ]
+    text = "Wear: a step writes 12 bytes per trained parameter. Training that never waits for compute would write "
+    text += f"{format_bytes(wear['written_bytes_per_day'])} a day."
     if "drive_writes_per_day" in wear:
-        lines[0] += (
+        text += (
             f" That is {wear['drive_writes_per_day']:.3g} drive writes per day for this drive of "
             f"{format_bytes(drive.nbytes)}; rated for 1 a day over 5 years, it would last "
             f"{format_seconds(DAY_SECONDS * wear['days_at_1_dwpd_for_5_years'], digits=2)}."
         )
-    lines[0] += " Where compute takes longer than that, the drive lasts longer in proportion."
-    return lines
+    return text + " Where compute takes longer than that, the drive lasts longer in proportion."
 
 
 def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
@@ -338,17 +334,13 @@ def _loads_as_json(swept: Swept, name: str) -> dict[str, Any]:
 def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = False) -> dict[str, Any]:
     settings = standing.settings
     names = ("iodepth", "numjobs") if fio_s else ("queue_depth", "rings")
-    result: dict[str, Any] = {
-        "bytes_per_s": standing.bytes_per_s,
-        "bytes_per_s_min": standing.bytes_per_s_min,
-        "bytes_per_s_max": standing.bytes_per_s_max,
-        "rounds": standing.rounds,
-        "cpu_seconds_per_gib": standing.cpu_seconds_per_gib,
+    result = asdict(standing) | {
         "backend": settings.backend,
         "block_bytes": settings.block_bytes,
         names[0]: settings.queue_depth,
         names[1]: settings.rings,
     }
+    del result["settings"]
     if workload is Workload.MIXED and not fio_s:
         result["mix"] = settings.mix
     return result

@@ -3,10 +3,8 @@ no I/O, so tests run it on simulated drives.
 
 [Note: How the search goes]
 For each backend and workload, short trials go over a coarse grid of block sizes and depths, then from the best point along one
-setting at a time (block, depth, rings, mix of reads and writes). The best few are candidates for the one setting that must
-serve all workloads. The best candidates, and the best of every backend, run in longer trials, interleaved over several rounds;
-their medians decide, as far as they differ by more than the noise of the rounds: a machine that is busy with something else
-lets settings win by chance. Short trials may be off by some percent: they select finalists, and are never reported.
+setting at a time. The best few are tried on all workloads. The best of these, and of every backend, run in final rounds of
+longer trials. docs/sweep.md says which settings are then recommended.
 """
 
 from __future__ import annotations
