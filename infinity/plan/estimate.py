@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.strategy import Strategy
-from infinity.plan.work import DEFAULT_SCHEME, Work
+from infinity.plan.work import DEFAULT_SCHEME, ROOT, Work
 from infinity.schedule import pinned
 from infinity.schedule.residency import choose_resident, choose_staying
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
@@ -75,28 +75,18 @@ NO_CACHE = HostCache()
 
 
 def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache:
-    """The contents of `cache_bytes` of host memory with which a step moves least: see [Note: What stays] in residency.py.
-
-    The root stays gathered from forward to backward, and is counted first, as it is gathered first.
-    """
+    """The contents of `cache_bytes` of host memory with which a step moves least: see [Note: What stays] in residency.py."""
     shards = work.group_shards
-    root = len(shards) - 1
-    order = [root, *range(root)]
     if strategy.optimizer != "nvme":
         return HostCache((0,) * len(shards), (0,) * len(shards))
+    on_nvme = strategy.parameters == "nvme"
     parts = [
-        Part(
-            shards[group],
-            work.passes * (1 if group == root else 2),
-            compute_on_nvme=strategy.parameters == "nvme",
-        )
-        for group in order
+        Part(shard, work.passes * (1 if group == ROOT else 2), compute_on_nvme=on_nvme)
+        for group, shard in enumerate(shards)
     ]
     candidates = [candidate for part in parts for candidate in candidates_of(part, work.scheme)]
     chosen = choose_resident(candidates, cache_bytes)
-    compute, other_state = (dict(zip(order, chosen[first::2], strict=True)) for first in (0, 1))
-    groups = range(len(shards))
-    return HostCache(tuple(compute[group] for group in groups), tuple(other_state[group] for group in groups))
+    return HostCache(tuple(chosen[::2]), tuple(chosen[1::2]))
 
 
 def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> list[int]:
@@ -218,7 +208,7 @@ def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -
     model = work.model
     lines = {}
     if strategy.stage >= 3:
-        block = max(work.group_numels[:-1])
+        block = max(work.group_numels[ROOT + 1 :])
         lines["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * block + model.root_numel)
     lines["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * max(work.group_numels)
     return lines | activation_lines(work, activations_move=activations_move)
@@ -317,9 +307,7 @@ def pipeline_of(
         may_stay = 0 if cache is None else sum(map(operator.mul, staged, map(bool, spared)))
         pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held, may_stay)
     room = max(0, pool - pinned.comfortable_bytes(gather, stepped, waiting))
-    order = [len(staged) - 1, *range(len(staged) - 1)]  # as the engine numbers them: the root is 0
-    places = choose_staying([staged[group] for group in order], [spared[group] for group in order], room)
-    staying = frozenset(order[place] for place in places)
+    staying = frozenset(choose_staying(staged, spared, room))
     staying_bytes = sum(staged[group] for group in staying)
     passing = pool - staying_bytes
     ahead = pinned.look_ahead_room(passing, group_bytes), pinned.sub_groups_ahead(passing, stepped)
@@ -337,7 +325,7 @@ def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]
 
 def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
     """By group: how often a micro-batch reads its compute parameters less if they stay staged, as the engine counts it."""
-    gathers = [2] * (len(work.group_shards) - 1) + [1]  # the root stays gathered
+    gathers = [1] + [2] * (len(work.group_shards) - 1)  # the root stays gathered
     scheme, later = work.scheme, replace(work.scheme, update=work.scheme.late)
     return [
         (later if left else scheme).compute_reads(times)

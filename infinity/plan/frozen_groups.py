@@ -66,8 +66,8 @@ class FrozenGroups:
         routed = [in_files(numel) for numel in work.group_expert_numels]
         experts = work.model.experts
         return cls(
-            (always[-1], *always[:-1]),
-            (routed[-1], *routed[:-1]),
+            tuple(always),
+            tuple(routed),
             in_files(experts.numel) if experts is not None else 0,
             experts.distinct(tokens) / experts.count if experts is not None else 1.0,
         )

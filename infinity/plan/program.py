@@ -11,7 +11,7 @@ from infinity.plan.estimate import HostCache, Pipeline, updated_in_backward
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.plan.strategy import Strategy
-from infinity.plan.work import Work
+from infinity.plan.work import ROOT, Work
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, MOMENT_BYTES, Scheme
 from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 
@@ -64,7 +64,7 @@ class _Elements(NamedTuple):
 
 
 class _ProgramOfRank:
-    """Writes down what the training thread of one rank does in a step. What is listed by group has the root last."""
+    """Writes down what the training thread of one rank does in a step."""
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class _ProgramOfRank:
         self._work, self._machine, self._strategy, self._discards = work, machine, strategy, discards
         self._numels, self._shards = work.group_numels, work.group_shards
         self._active_numels = work.group_active_numels
-        self._root = len(self._numels) - 1
         compute, other = strategy.stored_bytes(work.scheme)
         self._compute_bytes = [
             compute * numel - cached for numel, cached in zip(self._shards, cache.compute, strict=True)
@@ -140,7 +139,7 @@ class _ProgramOfRank:
                 self._update_group(group, self._rest(group, in_backward), into=into)
             self._use(group, backward=False, is_there=made or group in self._staying)
 
-        self._pass((self._root, *range(self._root)), use, self._save)
+        self._pass(range(len(self._numels)), use, self._save)
 
     def _pass(self, groups: Sequence[int], use: Callable[[int], None], finish: Callable[[int, int], None]) -> None:
         """The uses of these groups, and what `finish` adds after each, given its place: where the device computes by itself,
@@ -184,7 +183,7 @@ class _ProgramOfRank:
                 whole, rest = self._rest(group, 0), self._rest(group, self._in_backward[group])
                 self._update_group(group, _Elements(*map(operator.sub, whole, rest)), after=place)
 
-        self._pass((*reversed(range(self._root)), self._root), use, finish)
+        self._pass(range(len(self._numels))[::-1], use, finish)
 
     def _spill(self, group: int, place: int, *, again: bool) -> None:
         """The gradients that a use gave, written where they wait for the update."""
@@ -229,7 +228,7 @@ class _ProgramOfRank:
         )
 
     def _stays_gathered(self, group: int, *, backward: bool) -> bool:
-        return backward and (group == self._root or self._strategy.stage < 3)
+        return backward and (group == ROOT or self._strategy.stage < 3)
 
     def _rest(self, group: int, in_backward: int) -> _Elements:
         """What is left of a group without so many elements, of which nothing is cached, or which are all."""

@@ -20,6 +20,9 @@ from infinity.units import align_up
 
 DEFAULT_SCHEME = Scheme()
 
+ROOT = 0
+"""The number of the root among the groups. It is gathered first, and stays gathered from forward to backward."""
+
 
 def moments_of(optimizer: str, model: Transformer) -> float:
     """Numbers that an optimizer keeps of a parameter beside its master, on average: Muon one of a matrix of a block, and
@@ -90,18 +93,18 @@ class Work:
 
     @property
     def group_numels(self) -> list[int]:
-        """Parameters of each group in the order of the forward, the root last."""
-        return [*self._by_group(self.model.block_numels), self.model.root_numel]
+        """Parameters of each group in the order of the forward, the root first."""
+        return [self.model.root_numel, *self._by_group(self.model.block_numels)]
 
     @property
     def group_expert_numels(self) -> list[int]:
         """Those of each group that are in routed experts, spread evenly over the groups of a block."""
-        return [*self._by_group(self.model.expert_numels), 0]
+        return [0, *self._by_group(self.model.expert_numels)]
 
     @property
     def group_vector_numels(self) -> list[int]:
         """Those of each group that are in no matrix of a block; all of the root's."""
-        return [*self._by_group([self.model.vector_numel] * self.model.layers), self.model.root_numel]
+        return [self.model.root_numel, *self._by_group([self.model.vector_numel] * self.model.layers)]
 
     @property
     def group_muon_flops(self) -> list[float]:
@@ -152,8 +155,7 @@ class Work:
         """By group: whether it is updated before its next forward where others are updated in the backward."""
         balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
         balanced = balanced and not self.scheme.collective
-        blocks = range(1, len(self.group_numels))  # as the engine numbers them: the root is 0
-        return [balanced and is_left_to_forward(number) for number in (*blocks, 0)]
+        return [balanced and is_left_to_forward(number) for number in range(len(self.group_numels))]
 
     def gradients_that_wait(self, strategy: Strategy) -> int:
         """Elements of gradients that are kept until the step."""
@@ -167,15 +169,14 @@ class Work:
         if strategy.parameters != "nvme" or not strategy.all_gradients_wait(self.scheme):
             return [0] * len(shards)
         nbytes = [self.gradient_itemsize * shard for shard in shards]
-        order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
-        spilled = {order[i] for i in groups_that_spill([nbytes[group] for group in order], self.gradient_bytes_max)}
+        spilled = {*groups_that_spill(nbytes, self.gradient_bytes_max)}
         return [waiting if group in spilled else 0 for group, waiting in enumerate(nbytes)]
 
     @property
     def saved_bytes(self) -> list[int]:
         """By group: what a pass saves for the backward, the logits aside."""
         of_block = self.model.saved_bytes(self.samples_at_once, checkpointing=self.checkpointing)
-        return [of_block // self.groups_per_block] * (len(self.group_numels) - 1) + [0]
+        return [0] + [of_block // self.groups_per_block] * (len(self.group_numels) - 1)
 
     @property
     def saved_tensor_bytes(self) -> int:
