@@ -78,6 +78,12 @@ def check_plot(file: Path | None) -> None:
     check_file(file)
 
 
+def check_files(options: argparse.Namespace, *names: str) -> None:
+    """Whether the files of these options can be written. Raises ConfigError."""
+    for name in names:
+        check_file(getattr(options, name), f"--{name.replace('_', '-')}: ")
+
+
 def check_file(file: str | Path | None, prefix: str = "") -> None:
     """Whether `file` can be written; None and "-" can. A file that isn't there is made for it, and removed. Raises ConfigError,
     whose message begins with `prefix`."""

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import add_json, add_path, check_file, checked_value, count, whole_number, write_json
+from infinity.cli.arguments import add_json, add_path, check_files, checked_value, count, whole_number, write_json
 from infinity.cli.program import add_command, usage_checked
 from infinity.cli.training import add_training
 from infinity.schedule.pinned import ACCESS_BYTES
@@ -75,8 +75,7 @@ def run(options: argparse.Namespace) -> int:
                 f"--pinned-bytes-max {options.pinned_bytes_max} is below the least that works, "
                 f"{format_bytes(POOL_BYTES_MIN)}: raise it, or leave it out"
             )
-        check_file(options.json, "--json: ")
-        check_file(options.trace, "--trace: ")
+        check_files(options, "json", "trace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from infinity.cli.measured_step import measure
 

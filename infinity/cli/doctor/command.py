@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from infinity.cli.arguments import add_json, add_path, check_file, write_json
+from infinity.cli.arguments import add_json, add_path, check_files, write_json
 from infinity.cli.doctor.findings import Finding, Mark, Section
 from infinity.cli.doctor.machine_checks import (
     check_backends,
@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Report on the path; 0 where training with NVMe works, else 1."""
     with usage_checked():
-        check_file(options.json, "--json: ")
+        check_files(options, "json")
     try:
         path = (options.path or Path()).absolute()
         Path.cwd()

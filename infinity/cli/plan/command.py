@@ -11,7 +11,7 @@ import json
 import sys
 from functools import partial
 
-from infinity.cli.arguments import check_file, check_plot, write_json
+from infinity.cli.arguments import check_files, check_plot, write_json
 from infinity.cli.plan.answer import Answer, answer
 from infinity.cli.plan.arguments import add_arguments
 from infinity.cli.plan.machines import PRESETS, preset_of
@@ -172,8 +172,7 @@ def _check(asked: argparse.Namespace) -> None:
             "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
         )
     check_plot(asked.plot)
-    for name in ("json", "write_config", "timeline"):
-        check_file(getattr(asked, name), f"--{name.replace('_', '-')}: ")
+    check_files(asked, "json", "write_config", "timeline")
 
 
 def _is_measured(asked: argparse.Namespace) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infinity.cli.arguments import add_json, add_path, check_file, check_plot, checked_value, count
+from infinity.cli.arguments import add_json, add_path, check_files, check_plot, checked_value, count
 from infinity.cli.doctor.path_checks import refusal
 from infinity.cli.program import add_command, usage_checked
 from infinity.errors import ConfigError, InfinityError
@@ -98,7 +98,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.fio:
         find_fio()
     check_plot(options.plot)
-    check_file(options.json, "--json: ")
+    check_files(options, "json")
 
 
 def _check_path(path: Path, options: argparse.Namespace) -> None:

@@ -57,6 +57,9 @@ class Sweep:
         self._effort: Effort = QUICK if options.quick else THOROUGH
         if options.rounds is not None:
             self._effort = replace(self._effort, rounds=options.rounds)
+        available = [name for name, available, _ in probe() if available]
+        self._backends = [name for name in available if not options.backend or name in options.backend]
+        self._fio_engine = "io_uring" if "io_uring" in available else "libaio"
         self._console = Console(stderr=options.json == "-")
         if not self._console.is_terminal:
             self._console.width = _PIPED_WIDTH
@@ -87,7 +90,7 @@ class Sweep:
     def _sweep(self, path: Path, nbytes: int, progress: Progress) -> None:
         """Fill a file on one drive and search for its best settings."""
         with DriveTest(path, nbytes=nbytes, pool_bytes=_pool_bytes()) as test:
-            rival = self._rival(test)
+            rival = fio.Fio(fio.find_fio(), test, self._fio_engine) if self._options.fio else None
             in_flight_bytes_max = POOL_BYTES
 
             def fits(settings: IoSettings) -> bool:
@@ -106,7 +109,7 @@ class Sweep:
 
             search = Search(
                 measure=measure,
-                backends=self._backends(),
+                backends=self._backends,
                 fits=fits,
                 effort=self._effort,
                 rivals=[fio.NAME] if rival is not None else [],
@@ -116,27 +119,17 @@ class Sweep:
             began = time.monotonic()
             activity, size = f"{path}: writing the test file", f"{nbytes / GIB:.1f} GiB"
             test.fill(lambda done: self._show(progress, swept, f"{activity}, {done / GIB:.1f} of {size}"))
-            usual = IoSettings(self._backends()[0])
+            usual = IoSettings(self._backends[0])
             rate = max(measure(workload, usual, self._effort.trial_seconds).bytes_per_s for workload in Workload)
             in_flight_bytes_max = max(_QUEUE_BYTES_MIN, int(rate * _QUEUE_SECONDS_MAX))
             search.run()
             swept.seconds = time.monotonic() - began
 
-    def _rival(self, test: DriveTest) -> fio.Fio | None:
-        if not self._options.fio:
-            return None
-        io_uring = any(name == "io_uring" and available for name, available, _ in probe())
-        return fio.Fio(fio.find_fio(), test, "io_uring" if io_uring else "libaio")
-
-    def _backends(self) -> list[str]:
-        available = [name for name, available, _ in probe() if available]
-        return [name for name in available if not self._options.backend or name in self._options.backend]
-
     def _show(self, progress: Progress, swept: Swept, activity: str) -> None:
         """Show progress. Trials take longer than they measure; the factor is estimated from those done."""
         stretch = self._wall_seconds / self._trial_seconds
         waiting = len(self._sizes) - len(self._swept)
-        of_each = self._effort.seconds(backends=len(self._backends()), rivals=int(self._options.fio))
+        of_each = self._effort.seconds(backends=len(self._backends), rivals=int(self._options.fio))
         left = stretch * (swept.search.remaining_seconds + waiting * of_each)
         progress.show(activity, done_seconds=time.monotonic() - self._began, left_seconds=left)
 
