@@ -79,7 +79,6 @@ def check_plot(file: Path | None) -> None:
 
 
 def check_files(options: argparse.Namespace, *names: str) -> None:
-    """Whether the files of these options can be written. Raises ConfigError."""
     for name in names:
         check_file(getattr(options, name), f"--{name.replace('_', '-')}: ")
 

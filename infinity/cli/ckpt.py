@@ -249,7 +249,6 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _tell_written(options: argparse.Namespace, files: Sequence[Path], **more: str) -> int:
-    """Report on the files of a model."""
     nbytes = sum(file.stat().st_size for file in files)
     if options.json:
         return _print_json({"files": [str(file) for file in files], "nbytes": nbytes, **more})

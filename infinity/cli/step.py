@@ -41,7 +41,6 @@ docs/step.md says what is measured, and lists the keys of --json."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `step` to the commands of `infinity-bench`."""
     summary = "time real training steps from a drive"
     parser = add_command(subparsers, "step", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument

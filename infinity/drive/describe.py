@@ -46,14 +46,8 @@ _IDENTITIES = ("wwid", "device/wwid", "device/serial", "serial")
 
 @dataclass(frozen=True)
 class Queue:
-    """Limits of one block queue, under the names they have in /sys/block/*/queue.
-
-    max_sectors_kb: largest request the kernel makes now (KiB). max_hw_sectors_kb: largest the device takes (KiB).
-    max_segments: pieces of physically contiguous memory in one request; scattered 4 KiB pages end a request there.
-    nr_requests: requests in flight that the queue allows. scheduler: the I/O scheduler in use; "none" for none.
-    io_poll: whether the driver has poll queues, which IOPOLL needs. write_cache: "write back" or "write through".
-    dma_alignment: of memory, as a mask (511: multiples of 512 bytes). logical_block_size, physical_block_size: bytes.
-    """
+    """Limits of one block queue, under the names they have in /sys/block/*/queue, where the kernel's documentation tells what
+    they mean. max_segments: scattered 4 KiB pages end a request there."""
 
     max_sectors_kb: int | None = None
     max_hw_sectors_kb: int | None = None
@@ -71,10 +65,8 @@ class Queue:
 class Disk:
     """One whole disk.
 
-    name: of the kernel, such as "nvme0n1". model: as the maker gave it. identity: the serial number or world-wide name;
-    it stays when the name changes. transport: "nvme", "nvme-tcp", "virtio", "sata", "sas", "usb", "loop", ... nbytes:
-    its size. rotational: whether the kernel takes it for a spinning one; of virtual disks this says little. numa_node:
-    the memory node its controller is attached to; None on machines with a single one.
+    name: of the kernel, such as "nvme0n1". identity: the serial number or world-wide name; it stays when the name changes.
+    transport: "nvme", "nvme-tcp", "virtio", "sata", "sas", "usb", "loop", ... rotational: of virtual disks this says little.
     """
 
     name: str

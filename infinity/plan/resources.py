@@ -147,12 +147,11 @@ class Drive:
         """Whether somebody waits for the reads that are queued: they go first."""
 
     def read(self, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int) -> None:
-        """Queue a read; `call(time, number)` at its end."""
+        """Queue a read; `call(time, number)` at its end. The same goes for `write`."""
         self._result.read_bytes += nbytes
         self._queue(time, _READ, _Transfer(float(nbytes), name, call, number))
 
     def write(self, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int) -> None:
-        """Queue a write; `call(time, number)` at its end."""
         self._result.written_bytes += nbytes
         self._queue(time, _WRITE, _Transfer(float(nbytes), name, call, number))
 

@@ -85,7 +85,6 @@ class Transformer:
 
     @property
     def block_numels(self) -> list[int]:
-        """Parameters of each block."""
         if self.experts is None:
             return [self.block_numel] * self.layers
         numels = [self.experts.dense_block_numel] * self.layers
@@ -104,7 +103,6 @@ class Transformer:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
         return sum(self.block_numels) + self.root_numel
 
     @property

@@ -74,7 +74,6 @@ class Work:
 
     @property
     def shard_numel(self) -> int:
-        """Parameters of one rank."""
         return -(-self.model.numel // self.ranks)
 
     @property
@@ -141,7 +140,6 @@ class Work:
 
     @property
     def group_shards(self) -> list[int]:
-        """This rank's part of each."""
         return [-(-numel // self.ranks) for numel in self.group_numels]
 
     @property

@@ -59,7 +59,6 @@ docs/doctor.md lists the keys of --json."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the commands of `infinity-bench`."""
     summary = "check whether training with NVMe works here, and what would make it work better"
     parser = add_command(subparsers, "doctor", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
     add_path(parser, "the folder meant as nvme_path (default: the current directory)")

@@ -60,7 +60,6 @@ def _check_torch(section: Section, version: str) -> None:
 
 
 def check_machine(section: Section, machine: Machine) -> None:
-    """Kernel, processors and memory."""
     section.facts = asdict(machine)
     section.add(
         "system", Mark.INFO, f"{machine.distribution or 'Linux'}, kernel {machine.kernel}, {machine.architecture}"
@@ -144,7 +143,6 @@ def _check_devices(section: Section, versions: str) -> None:
 
 
 def check_container(section: Section, container: Container) -> None:
-    """The container around the process, and its restrictions."""
     section.facts = asdict(container)
     section.add("container", Mark.INFO, container.kind or "none, as far as one can see")
     if container.gvisor:

@@ -17,7 +17,6 @@ LORA_RANK_DEFAULT = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All of them, in groups."""
     add_path(
         parser,
         "folder on the drive, nvme_path of the config that is written; without --preset this machine and that drive are "

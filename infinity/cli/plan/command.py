@@ -47,7 +47,6 @@ docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `plan` to the commands of `infinity-bench`."""
     summary = "predict memory and step time of a model on this machine or on another"
     add_arguments(add_command(subparsers, "plan", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG))
 
@@ -128,7 +127,6 @@ def _tell(asked: argparse.Namespace, told: Answer) -> None:
 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
-    """The files about the chosen strategy."""
     if asked.write_config is not None:
         write_json(config_for(chosen, _nvme_path(asked)), asked.write_config)
     if asked.timeline is not None:

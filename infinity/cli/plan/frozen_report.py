@@ -65,7 +65,6 @@ def unit_of(plan: FrozenPlan) -> str:
 
 
 def _words(plans: Sequence[FrozenPlan], lora_rank: int) -> list[str]:
-    """The meaning of the rows, a sentence each."""
     trained = max(plan.trained_numel for plan in plans)
     lines = [
         f"adapters: rank {lora_rank} on all linear layers of the blocks, {format_count(trained)} parameters, in memory with "

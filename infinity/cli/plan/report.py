@@ -132,7 +132,6 @@ def _short(nbytes: int) -> str:
 
 
 def words(plan: Plan) -> list[str]:
-    """The meaning of the numbers, a sentence each."""
     lines = []
     for part, resource, share in plan.limits():
         lines.append(f"{part}: limited by {_LIMITS.get(resource, resource)}, busy {share:.0%} of its time")

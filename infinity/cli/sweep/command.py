@@ -36,7 +36,6 @@ docs/sweep.md says what is measured, and lists the keys of --json."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `sweep` to the commands of `infinity-bench`."""
     summary = "measure a drive and find the settings that serve training best"
     parser = add_command(subparsers, "sweep", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
     add_path(parser, "folder on the drive to measure (nvme_path)", nargs="+")

@@ -116,7 +116,6 @@ def profile_of(swept: Swept) -> DriveProfile | None:
 
 
 def print_report(swept: Swept, console: Console, *, params: list[int] | None) -> None:
-    """Everything about one path."""
     console.print(f"\n[bold]{swept.path}[/] on {label_of(swept.drive)}, file of {format_bytes(swept.test.nbytes)}")
     print_found(swept, console)
     choice = swept.search.recommended()
@@ -156,7 +155,6 @@ def _cells(standing: Standing) -> list[str]:
 
 
 def verdict(swept: Swept, choice: Choice) -> list[str]:
-    """The meaning of the numbers, in sentences."""
     read, write, mixed = (_fastest(swept, workload) for workload in Workload)
     turns = 2 / (1 / read + 1 / write)
     lines = [
