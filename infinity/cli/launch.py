@@ -56,13 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"infinity {infinity.__version__}")
-    add(
-        "-H",
-        "--hostfile",
-        type=named_path,
-        metavar="FILE",
-        help="lines such as `worker-0 slots=8`; default: this machine",
-    )
+    text = "lines such as `worker-0 slots=8`; default: this machine"
+    add("-H", "--hostfile", type=named_path, metavar="FILE", help=text)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("-i", "--include", metavar="HOSTS", help="only these, such as worker-0@worker-1:0,2")
     chosen.add_argument("-e", "--exclude", metavar="HOSTS", help="all but these")

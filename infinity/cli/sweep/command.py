@@ -39,30 +39,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     summary = "measure a drive and find the settings that serve training best"
     parser = add_command(subparsers, "sweep", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
     add_path(parser, "folder on the drive to measure (nvme_path)", nargs="+")
-    parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
-    parser.add_argument(
-        "--size",
-        type=checked_value(parse_bytes, at_least=_SIZE_MIN),
-        metavar="BYTES",
-        help='size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)',
+    add = parser.add_argument
+    add("--quick", action="store_true", help="less exact, in about a minute")
+    text = (
+        'size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)'
     )
-    parser.add_argument("--rounds", type=count, metavar="N", help="final rounds (default: 5, with --quick 3)")
-    parser.add_argument(
-        "--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times"
+    add("--size", type=checked_value(parse_bytes, at_least=_SIZE_MIN), metavar="BYTES", help=text)
+    add("--rounds", type=count, metavar="N", help="final rounds (default: 5, with --quick 3)")
+    add("--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times")
+    add("--fio", action="store_true", help="measure fio on the same bytes and print the ratio")
+    text = (
+        'size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)'
     )
-    parser.add_argument("--fio", action="store_true", help="measure fio on the same bytes and print the ratio")
-    parser.add_argument(
-        "--params",
-        action="append",
-        type=checked_value(parse_count, at_least=1),
-        metavar="COUNT",
-        help='size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)',
-    )
+    add("--params", action="append", type=checked_value(parse_count, at_least=1), metavar="COUNT", help=text)
     add_json(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw bandwidth over block size (needs matplotlib)"
-    )
-    parser.add_argument("--no-profile", action="store_true", help="do not write PATH/.infinity-drive.json")
+    add("--plot", type=Path, metavar="FILE.png", help="draw bandwidth over block size (needs matplotlib)")
+    add("--no-profile", action="store_true", help="do not write PATH/.infinity-drive.json")
 
 
 def run(options: argparse.Namespace) -> int:
