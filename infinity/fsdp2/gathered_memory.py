@@ -1,5 +1,4 @@
-"""The memory of gathered parameters, where a CPU computes: mapped once, and moved to the parameters that are gathered. Training
-thread only.
+"""The memory of gathered parameters on a CPU: mapped once, and moved to what is gathered. Training thread only.
 
 [Note: Addresses stay, pages move]
 Autograd saves views of a gathered parameter in the forward, and reads through them what the backward gathers. So the address of
@@ -37,8 +36,9 @@ _libc.mremap.restype = ctypes.c_void_p
 
 @dataclass(eq=False)
 class _Range:
-    """Addresses of one tensor."""
+    """Addresses of one tensor, which are given back with this and the last view of the tensor."""
 
+    reserved: mmap.mmap = field(repr=False)
     address: int
     units: int
     pieces: list[tuple[int, int]] = field(default_factory=list)
@@ -74,8 +74,8 @@ class GatheredMemory:
         if nbytes < _NBYTES_MIN or not self._can_move:
             return torch.empty(numel, dtype=dtype)
         units = -(-nbytes // _UNIT)
-        tensor = _reserve(units, numel, dtype)
-        self._ranges[tensor.data_ptr()] = _Range(tensor.data_ptr(), units)
+        reserved, tensor = _reserve(units, numel, dtype)
+        self._ranges[tensor.data_ptr()] = _Range(reserved, tensor.data_ptr(), units)
         return tensor
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -124,18 +124,18 @@ class GatheredMemory:
         return count
 
 
-def _reserve(units: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over so many units of addresses without pages, which are given back with it and its views."""
+def _reserve(units: int, numel: int, dtype: torch.dtype) -> tuple[mmap.mmap, torch.Tensor]:
+    """Addresses for so many units, without pages, and a tensor over them."""
     reserved = mmap.mmap(-1, _UNIT * (units + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     start = -torch.frombuffer(reserved, dtype=torch.uint8).data_ptr() % _UNIT
     tensor = torch.frombuffer(reserved, dtype=dtype, count=numel, offset=start)
     _libc.madvise(_pointer(tensor.data_ptr()), _size(units), _MADV_HUGEPAGE)  # refused: small pages
-    return tensor
+    return reserved, tensor
 
 
 def _can_move() -> bool:
     """Whether this system moves pages and leaves their addresses reserved (Linux 5.7)."""
-    source, target = _reserve(1, 3, torch.uint8), _reserve(1, 3, torch.uint8)
+    (_, source), (_, target) = _reserve(1, 3, torch.uint8), _reserve(1, 3, torch.uint8)
     source[:] = 1
     old, new = source.data_ptr(), target.data_ptr()
     if _libc.mremap(_pointer(old), _size(1), _size(1), _MREMAP, _pointer(new)) != new:

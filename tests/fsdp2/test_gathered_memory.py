@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import launch
 import pytest
 import torch
 from hypothesis import given
@@ -68,6 +70,47 @@ print(view.sum())
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=120)
     assert ended.returncode < 0 and not ended.stdout
+
+
+HUGE = """
+import mmap
+import sys
+from pathlib import Path
+
+import torch
+
+from infinity.fsdp2.gathered_memory import GatheredMemory
+
+
+def huge_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
+with mmap.mmap(-1, 48 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as asked:
+    asked.madvise(mmap.MADV_HUGEPAGE)
+    before = huge_bytes()
+    asked[::4096] = bytes(len(asked) // 4096)
+    if huge_bytes() - before < len(asked) // 2:
+        sys.exit("none")
+memory = GatheredMemory()
+before = huge_bytes()
+for value in (1, 2):
+    tensor = memory.tensor(47 << 20, torch.uint8)
+    memory.fill(tensor)
+    assert int(tensor.fill_(value)[::4096].sum()) == value * tensor.numel() // 4096
+    assert huge_bytes() - before >= tensor.nbytes // 2  # the others have no free one, if memory is fragmented
+    memory.free(tensor)
+"""
+
+
+def test_large_parameters_are_in_huge_pages() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("the kernel gives no huge pages: /sys/kernel/mm/transparent_hugepage/enabled")
+    done = launch.code(HUGE)
+    if done.stderr.strip() == "none":
+        pytest.skip("the kernel gives no huge pages now, whoever asks: its memory is fragmented")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -7,7 +7,6 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import steady_buffers
 import torch
@@ -130,50 +129,3 @@ def test_what_the_user_made_of_a_collective_stays() -> None:
     reuse_buffers(sharded_groups(model), alone=True)
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     assert group._reduce_scatter_comm is theirs
-
-
-HUGE = """
-import mmap
-import sys
-from pathlib import Path
-
-import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-from infinity.fsdp2.buffers import use_huge_pages
-
-
-def huge_bytes():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
-
-
-with mmap.mmap(-1, 48 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as asked:
-    asked.madvise(mmap.MADV_HUGEPAGE)
-    before = huge_bytes()
-    asked[::4096] = bytes(len(asked) // 4096)
-    if huge_bytes() - before < len(asked) // 2:
-        sys.exit("none")
-use_huge_pages()
-use_huge_pages()
-tensor = torch.empty(48 << 20, dtype=torch.uint8)
-before = huge_bytes()
-for value in (1, 2):
-    tensor.untyped_storage().resize_(0)
-    _fsdp_param.alloc_storage(tensor)
-    assert int(tensor.fill_(value)[::4096].sum()) == value * tensor.numel() // 4096
-    assert huge_bytes() - before >= tensor.nbytes // 2  # the others have no free one, if memory is fragmented
-small = torch.empty(1000)
-small.untyped_storage().resize_(0)
-_fsdp_param.alloc_storage(small)
-assert small.fill_(3).sum() == 3000
-"""
-
-
-def test_large_parameters_are_in_huge_pages() -> None:
-    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("the kernel gives no huge pages: /sys/kernel/mm/transparent_hugepage/enabled")
-    done = launch.code(HUGE)  # in a process whose heap has no free block of that size, with small pages, to give
-    if done.stderr.strip() == "none":
-        pytest.skip("the kernel gives no huge pages now, whoever asks: its memory is fragmented")
-    assert done.returncode == 0, done.stderr
