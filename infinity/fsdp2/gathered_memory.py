@@ -43,7 +43,8 @@ class _Range:
     units: int
     pieces: list[tuple[int, int]] = field(default_factory=list)
     """Which of its units have pages: first, how many. Those of one piece were mapped together, so that they move together."""
-    is_free: bool = False
+    is_protected: bool = False
+    """Whether some of it may not be written to. Set before and reset after: `fill` mends what an exception ends in between."""
 
     def gaps(self) -> list[tuple[int, int]]:
         """Which have none."""
@@ -85,29 +86,30 @@ class GatheredMemory:
             return
         self._free.pop(range_, None)
         for first, count in range_.gaps():
+            range_.is_protected = True  # as what moves there is
             end = first + count
             while first < end:
                 moved = self._move_to(range_, first, end - first)
                 range_.pieces.append((first, moved))
                 first += moved
-        if range_.is_free:
-            _check(_libc.mprotect(_pointer(range_.address), _size(range_.units), mmap.PROT_READ | mmap.PROT_WRITE))
-            range_.is_free = False
+        if range_.is_protected:
+            _protect(range_, mmap.PROT_READ | mmap.PROT_WRITE)
+            range_.is_protected = False
 
     def free(self, tensor: torch.Tensor) -> bool:
         """A tensor is not used any more until `fill`. False where it is not one of these."""
         range_ = self._ranges.get(tensor.data_ptr())
         if range_ is None:
             return False
-        if not range_.is_free:
-            _check(_libc.mprotect(_pointer(range_.address), _size(range_.units), _PROT_NONE))
-            range_.is_free = True
+        if not range_.is_protected:
+            range_.is_protected = True
+            _protect(range_, _PROT_NONE)
             self._free[range_] = None
         return True
 
     def _move_to(self, range_: _Range, first: int, count: int) -> int:
         """Give up to `count` units of a range pages, from its unit `first` on: those of the range that was freed the longest
-        ago, or new ones where none has any. How many."""
+        ago, or new ones if none has any, or the kernel moves none. How many."""
         while self._free:
             source = next(iter(self._free))
             if not source.pieces:
@@ -118,9 +120,9 @@ class GatheredMemory:
             if moved < length:
                 source.pieces.append((begin, length - moved))
             old, new = source.address + _UNIT * (begin + length - moved), range_.address + _UNIT * first
-            _check(_libc.mremap(_pointer(old), _size(moved), _size(moved), _MREMAP, _pointer(new)))
-            _check(_libc.mprotect(_pointer(new), _size(moved), mmap.PROT_READ | mmap.PROT_WRITE))
-            return moved
+            if _libc.mremap(_pointer(old), _size(moved), _size(moved), _MREMAP, _pointer(new)) == new:
+                return moved
+            break
         return count
 
 
@@ -143,11 +145,10 @@ def _can_move() -> bool:
     return bool((target == 1).all() and (source == 0).all())
 
 
-def _check(result: int | None) -> None:
-    """Raise OSError where the kernel has refused (-1)."""
-    if result is not None and result in (-1, ctypes.c_void_p(-1).value):
-        errno = ctypes.get_errno()
-        raise OSError(errno, "the kernel did not move the memory of gathered parameters")
+def _protect(range_: _Range, protection: int) -> None:
+    """Raises OSError where the kernel refuses, as for want of memory."""
+    if _libc.mprotect(_pointer(range_.address), _size(range_.units), protection):
+        raise OSError(ctypes.get_errno(), "no memory for gathered parameters (mprotect)")
 
 
 def _pointer(address: int) -> ctypes.c_void_p:

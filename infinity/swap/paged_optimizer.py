@@ -83,8 +83,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 if taken and parameter.requires_grad:
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
                     parameter.register_post_accumulate_grad_hook(came)  # FSDP2 calls it, once `.grad` is reduced
-                    if shard.resident is None:
-                        self._ask_for_unreduced(shard.group)
+                    module = shard.group.sharded_module
+                    if shard.resident is None and module is not None and not self._paging.device.is_discrete:
+                        ask_for_unreduced(module, partial(_tell_unreduced, weakref.ref(self), shard.group))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -107,11 +108,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         with health.change("an optimizer step"):
             self._take_step(grad_scale)
         return loss
-
-    def _ask_for_unreduced(self, group: PagedGroup) -> None:
-        module = group.sharded_module
-        if module is not None and not self._paging.device.is_discrete:
-            ask_for_unreduced(module, partial(_tell_unreduced, weakref.ref(self), group))
 
     def expect(self, grad_scale: float | None) -> None:
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies

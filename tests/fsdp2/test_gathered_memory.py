@@ -72,6 +72,62 @@ print(view.sum())
     assert ended.returncode < 0 and not ended.stdout
 
 
+INTERRUPTED = """
+import sys
+
+import torch
+
+from infinity.fsdp2 import gathered_memory
+
+memory = gathered_memory.GatheredMemory()
+tensors = [memory.tensor(mib << 20, torch.uint8) for mib in (1, 5, 3, 8)]
+left = 0
+
+
+def trace(frame, event, argument):
+    global left
+    if frame.f_code.co_filename != gathered_memory.__file__:
+        return None
+    if event == "line":
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+    return trace
+
+
+def use(number):
+    used = []
+    for place in (number, number + 1):
+        tensor = tensors[place % len(tensors)]
+        memory.fill(tensor)
+        used.append(tensor.fill_(number % 251))
+    for tensor in used:
+        assert bool((tensor[::4096] == number % 251).all())
+        memory.free(tensor)
+
+
+interrupts = 0
+for number in range(2000):
+    left = number // 8 + 1
+    sys.settrace(trace)
+    try:
+        use(number)
+    except KeyboardInterrupt:
+        interrupts += 1
+    finally:
+        sys.settrace(None)
+    for tensor in tensors:
+        memory.free(tensor)
+    use(number)
+assert interrupts > 500 and left > 0, (interrupts, left)
+"""
+
+
+def test_an_exception_at_any_line_leaves_memory_that_can_be_used() -> None:
+    done = launch.code(INTERRUPTED)
+    assert done.returncode == 0, done.stderr
+
+
 HUGE = """
 import mmap
 import sys
