@@ -7,6 +7,10 @@ which takes longer than the copy of the elements. Here each parameter has a rang
 it is gathered: mremap moves them there from the ranges of parameters that were freed, the longest ago first. It clears nothing,
 and the pages may be huge. As many pages are mapped as were ever needed at once, whatever the order of the parameters.
 
+They move one unit of 2 MiB at a time: what was mapped together may lie in several mappings later, and before Linux 6.17 one
+call moves pages of one mapping. Where ranges can't be had (no mremap, a limit of address space, too many parameters), tensors
+are torch's own.
+
 A freed range is protected: whoever reads a parameter after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
 """
 
@@ -14,9 +18,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+
+from infinity.kernel_files import number_of
 
 _UNIT = 2 << 20
 """Bytes: what a huge page has, and what mremap moves as a whole."""
@@ -24,14 +32,18 @@ _UNIT = 2 << 20
 _NBYTES_MIN = 1 << 20
 """Smaller tensors stay with torch: a range is a multiple of 2 MiB."""
 
-_MAP_NORESERVE = 0x4000
+_RANGES_MAX = 8000
+"""A process may have 65 530 mappings by default."""
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP = 1 | 2 | 4
 """MAYMOVE, FIXED, DONTUNMAP: nothing else can be mapped meanwhile where the pages were."""
 
 _MADV_HUGEPAGE = 14
 _PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mremap.restype = ctypes.c_void_p
+for _function in ("mremap", "mmap"):
+    getattr(_libc, _function).restype = ctypes.c_void_p
 
 
 @dataclass(eq=False)
@@ -41,16 +53,10 @@ class _Range:
     reserved: mmap.mmap = field(repr=False)
     address: int
     units: int
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-    """Which of its units have pages: first, how many. Those of one piece were mapped together, so that they move together."""
+    present: set[int] = field(default_factory=set)
+    """Which of its units have pages."""
     is_protected: bool = False
     """Whether some of it may not be written to. Set before and reset after: `fill` mends what an exception ends in between."""
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """Which have none."""
-        ends = [0, *(first + count for first, count in sorted(self.pieces))]
-        begins = [*(first for first, _ in sorted(self.pieces)), self.units]
-        return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
 
 
 class GatheredMemory:
@@ -61,37 +67,37 @@ class GatheredMemory:
         """By address of their tensor."""
         self._free: dict[_Range, None] = {}
         """Those that were freed and still have pages, the longest ago first."""
-        self._can_move = hasattr(mmap, "MAP_ANONYMOUS") and _can_move()
+        self._can_move = _can_move()
 
     @property
     def nbytes(self) -> int:
         """What is mapped."""
-        return _UNIT * sum(count for range_ in self._ranges.values() for _, count in range_.pieces)
+        return _UNIT * sum(len(range_.present) for range_ in self._ranges.values())
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor (1-D, on the CPU) without memory until `fill`; torch's own where it is small, or this system can't move
-        pages."""
+        """A tensor (1-D, on the CPU) without memory until `fill`; torch's own where it is small or has no range."""
         nbytes = numel * dtype.itemsize
-        if nbytes < _NBYTES_MIN or not self._can_move:
+        if nbytes < _NBYTES_MIN or not self._can_move or len(self._ranges) >= _RANGES_MAX:
             return torch.empty(numel, dtype=dtype)
         units = -(-nbytes // _UNIT)
-        reserved, tensor = _reserve(units, numel, dtype)
+        try:
+            reserved, tensor = _reserve(units, numel, dtype)
+        except OSError:
+            return torch.empty(numel, dtype=dtype)
         self._ranges[tensor.data_ptr()] = _Range(reserved, tensor.data_ptr(), units)
         return tensor
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """A tensor is to be written to: it has memory, of whatever content."""
+        """A tensor is to be written to: it has memory, of whatever content. Raises OSError where there is none."""
         range_ = self._ranges.get(tensor.data_ptr())
         if range_ is None:
             return
         self._free.pop(range_, None)
-        for first, count in range_.gaps():
-            range_.is_protected = True  # as what moves there is
-            end = first + count
-            while first < end:
-                moved = self._move_to(range_, first, end - first)
-                range_.pieces.append((first, moved))
-                first += moved
+        for unit in range(range_.units):
+            if unit not in range_.present:
+                range_.is_protected = True  # as what moves there is
+                self._move_to(range_.address + _UNIT * unit)
+                range_.present.add(unit)
         if range_.is_protected:
             _protect(range_, mmap.PROT_READ | mmap.PROT_WRITE)
             range_.is_protected = False
@@ -107,23 +113,20 @@ class GatheredMemory:
             self._free[range_] = None
         return True
 
-    def _move_to(self, range_: _Range, first: int, count: int) -> int:
-        """Give up to `count` units of a range pages, from its unit `first` on: those of the range that was freed the longest
-        ago, or new ones if none has any, or the kernel moves none. How many."""
+    def _move_to(self, address: int) -> None:
+        """Move pages of the range that was freed the longest ago to a unit; without such, its first use maps new ones."""
         while self._free:
             source = next(iter(self._free))
-            if not source.pieces:
+            if not source.present:
                 del self._free[source]
                 continue
-            begin, length = source.pieces.pop()
-            moved = min(length, count)
-            if moved < length:
-                source.pieces.append((begin, length - moved))
-            old, new = source.address + _UNIT * (begin + length - moved), range_.address + _UNIT * first
-            if _libc.mremap(_pointer(old), _size(moved), _size(moved), _MREMAP, _pointer(new)) == new:
-                return moved
-            break
-        return count
+            old = source.address + _UNIT * source.present.pop()
+            moved = _libc.mremap(_pointer(old), _size(1), _size(1), _MREMAP, _pointer(address))
+            if moved != address:  # the kernel may have unmapped what was there
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+                if _libc.mmap(_pointer(address), _size(1), _PROT_NONE, flags, -1, ctypes.c_long(0)) != address:
+                    raise _no_memory()
+            return
 
 
 def _reserve(units: int, numel: int, dtype: torch.dtype) -> tuple[mmap.mmap, torch.Tensor]:
@@ -136,7 +139,10 @@ def _reserve(units: int, numel: int, dtype: torch.dtype) -> tuple[mmap.mmap, tor
 
 
 def _can_move() -> bool:
-    """Whether this system moves pages and leaves their addresses reserved (Linux 5.7)."""
+    """Whether this system moves pages and leaves their addresses reserved (Linux 5.7), and addresses cost nothing."""
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if limited or number_of(Path("/proc/sys/vm/overcommit_memory")) not in (0, 1):
+        return False
     (_, source), (_, target) = _reserve(1, 3, torch.uint8), _reserve(1, 3, torch.uint8)
     source[:] = 1
     old, new = source.data_ptr(), target.data_ptr()
@@ -146,9 +152,12 @@ def _can_move() -> bool:
 
 
 def _protect(range_: _Range, protection: int) -> None:
-    """Raises OSError where the kernel refuses, as for want of memory."""
     if _libc.mprotect(_pointer(range_.address), _size(range_.units), protection):
-        raise OSError(ctypes.get_errno(), "no memory for gathered parameters (mprotect)")
+        raise _no_memory()
+
+
+def _no_memory() -> OSError:
+    return OSError(ctypes.get_errno(), "no memory for gathered parameters")
 
 
 def _pointer(address: int) -> ctypes.c_void_p:

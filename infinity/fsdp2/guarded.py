@@ -145,6 +145,8 @@ class GuardedGroup(FSDPParamGroup):
         """Called over one rank of a CPU before gradients are reduced, with what would only be copied: the sharded parameters,
         and their gradients (in their shapes, as autograd left them, not to be changed). Returns those whose gradients it has
         taken; FSDP2 reduces the others."""
+        self.after_write: Callable[[], object] = bool
+        """Called when a gathered parameter was found to be written to."""
         self._forwards = 0
         """Of the group, within another one of it: a method that was registered as a forward may call the forward."""
         self._versions: dict[Any, int] = {}
@@ -267,6 +269,7 @@ class GuardedGroup(FSDPParamGroup):
             if now != version:
                 self._versions[parameter] = now
                 self._written.append(parameter._param_fqn)
+                self.after_write()
 
 
 def _is_plain(grad: torch.Tensor) -> bool:

@@ -338,6 +338,12 @@ def ask_for_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:
         groups[0].take_unreduced = take
 
 
+def forget_when_written(module: FSDPModule, forget: Callable[[], object]) -> None:
+    """Have `forget` called when a gathered parameter of a group was found to be written to."""
+    for group in param_groups_of(module._get_fsdp_state()):
+        group.after_write = forget
+
+
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
     """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
     for group in param_groups_of(module._get_fsdp_state()):

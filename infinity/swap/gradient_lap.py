@@ -37,12 +37,15 @@ Gradients = Mapping[nn.Parameter, torch.Tensor]
 class GradientLap:
     """Follows the gradients of one model's trained parameters from one step to the next."""
 
-    def __init__(self, paging: Paging, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, paging: Paging) -> None:
         self._paging = paging
         self._updates_to_stay = paging.options.update == "backward" and not paging.options.speculative
         """Whether updates in the backward stay, and no step discards them."""
-        self.shards = {parameter: trained_shard(parameter) for parameter in parameters}
-        self._numbers = frozenset(shard.index for shard in self.shards.values())
+        self.shards: dict[nn.Parameter, PagedShard] = {}
+        self.hooks: dict[nn.Parameter, int] = {}
+        """The number of the hook by which FSDP2 says that a gradient came, where there is one."""
+        self.version = 0
+        """Changes with each gradient that comes, and with the end of each step."""
         shards = paging.paged.shards
         self._gradient_counts = {
             group: sum(shards[index].trained and shards[index].resident is None for index in group.shards)
@@ -53,7 +56,7 @@ class GradientLap:
         """Norms (0-D) of the gradients that were taken or applied in the backward since the last step, in their order."""
         self._arrivals: Counter[nn.Parameter] = Counter()
         """How often one came since the last step."""
-        self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
+        self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
         self._applied: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step: settings, and the number of that step."""
         self._coming: list[tuple[PagedGroup, Mapping[PagedSubGroup, SubGroupUpdate]]] = []
@@ -73,8 +76,7 @@ class GradientLap:
             return {}
         if not all(self._is_free(parameter, shard) for parameter, shard in ours.items()):
             return {}
-        for shard in ours.values():
-            shard.move_gradient_to(GradientState.ARRIVED)
+        self.version += 1
         has = self._paging.waiting_gradients.has
         elements = ((parameter, grads[parameter].view(-1), has(shard)) for parameter, shard in ours.items())
         return {parameter: grad.to(torch.float32, copy=True) if added else grad for parameter, grad, added in elements}
@@ -83,9 +85,12 @@ class GradientLap:
         """Whether `.grad` has no part in what becomes of the next gradient, and no hook of the user waits for it there."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         shown = self._shown.get(parameter)
-        grad = parameter.grad
-        empty = grad is None or (shown is not None and grad is shown.grad and shown.taken is Taken.FOR_STEP)
-        return empty and len(hooks) == 1 and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
+        if parameter.grad is not None and (
+            shown is None or shown.taken is not Taken.FOR_STEP or not shown.is_shown_alone
+        ):
+            return False
+        only_ours = hooks is not None and [*hooks] == [self.hooks.get(parameter)]
+        return only_ours and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
@@ -93,6 +98,7 @@ class GradientLap:
         Raises InfinityError for a gradient of a group that was updated already, where the values are torn then; where
         somebody set `.grad` of one that was taken before; and where an exception has ended the taking of one.
         """
+        self.version += 1
         if self.left(parameter) is None:
             return None  # another optimizer over the same parameter has taken it
         shard = self.shards[parameter]
@@ -109,11 +115,11 @@ class GradientLap:
         if group.timing is UpdateTiming.BACKWARD and not self._paging.policy.gradients_are_final(group):
             return None
         if shard.gradient is GradientState.TAKING:
-            raise _lost_gradients()
-        arrived = self._arrived.setdefault(group, [])
-        if shard.gradient is not GradientState.ARRIVED:
+            raise lost_gradients()
+        arrived = self._arrived.setdefault(group, {})
+        if parameter not in arrived:
             shard.move_gradient_to(GradientState.ARRIVED)
-            arrived.append(parameter)
+            arrived[parameter] = None
         return group if len(arrived) == self._gradient_counts[group] else None
 
     def pop_arrived(self, group: PagedGroup) -> Gradients:
@@ -182,11 +188,12 @@ class GradientLap:
             health.tear("an update in the backward (interrupted)")
             health.check_not_torn()
         if lost:
-            raise _lost_gradients()
+            raise lost_gradients()
         has, paged = self._paging.waiting_gradients.has, self._paging.paged
+        numbers = {shard.index for shard in self.shards.values()}
         for sub in paged.sub_groups:
             waiting = [index for piece in sub.layout.pieces if has(paged.shards[index := piece.shard])]
-            others = [index for index in waiting if index not in self._numbers]
+            others = [index for index in waiting if index not in numbers]
             if 0 < len(others) < len(waiting):
                 raise InfinityError(
                     f"two optimizers step parts of one group, as {paged.shards[others[0]].name}, which are updated together: "
@@ -227,11 +234,12 @@ class GradientLap:
 
     def end(self, used: Mapping[nn.Parameter, Taken]) -> None:
         """The step is over: what comes from now on belongs to the next. `used`: what `.grad` shows from now on."""
+        self.version += 1
         self.hide_taken()
         for parameter, taken in used.items():
             self._show(parameter, taken)
         self._paging.paged.updates.speculation.discard_all()
-        self._paging.waiting_gradients.forget(self._numbers)
+        self._paging.waiting_gradients.forget({shard.index for shard in self.shards.values()})
         self.norms.clear()
         self._coming.clear()
         self._arrivals.clear()
@@ -320,7 +328,7 @@ def trained_shard(parameter: nn.Parameter) -> PagedShard:
     return local._shard
 
 
-def _lost_gradients() -> InfinityError:
+def lost_gradients() -> InfinityError:
     return InfinityError(
         "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the step anew with "
         "its first micro-batch"

@@ -96,11 +96,6 @@ class ModelHealth:
             raise
         self._change = None  # no `finally`: where tearing was interrupted, `settle` tears
 
-    @property
-    def is_changing(self) -> bool:
-        """Whether a change is under way."""
-        return self._change is not None
-
     def settle(self) -> None:
         """No change is under way: one that never ended was ended by an exception."""
         if self._change is not None:

@@ -28,7 +28,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import ask_for_unreduced, in_backward
 from infinity.schedule.update_timing import UpdateTiming
 from infinity.store.layout import Field
-from infinity.swap.gradient_lap import GradientLap, Gradients, move_out, trained_shard
+from infinity.swap.gradient_lap import GradientLap, Gradients, lost_gradients, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
@@ -69,23 +69,39 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             )
         for group in self.param_groups:
             self._settings(group)
-            for parameter in group["params"]:
-                trained_shard(parameter)
         self._speculation = self._paging.paged.updates.speculation
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        self.lap = GradientLap(self._paging, parameters)
+        self._prepared: tuple[float, int] | None = None
+        """For which factor a step was prepared, and the version of the lap then."""
+        self.lap = GradientLap(self._paging)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                shard = trained_shard(parameter)
-                taken = self._paging.options.update == "backward" or self._paging.waiting_gradients.takes(shard.group)
-                if taken and parameter.requires_grad:
-                    came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
-                    parameter.register_post_accumulate_grad_hook(came)  # FSDP2 calls it, once `.grad` is reduced
-                    module = shard.group.sharded_module
-                    if shard.resident is None and module is not None and not self._paging.device.is_discrete:
-                        ask_for_unreduced(module, partial(_tell_unreduced, weakref.ref(self), shard.group))
+            self._follow(group["params"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for torch. Raises ConfigError for parameters that can't be in this optimizer, and adds none of them then."""
+        super().add_param_group(param_group)
+        if hasattr(self, "lap"):  # not from the constructor of torch's
+            try:
+                self._follow(self.param_groups[-1]["params"])
+            except ConfigError:
+                del self.param_groups[-1]
+                raise
+
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From now on the gradients of parameters are followed."""
+        self.lap.shards |= {parameter: trained_shard(parameter) for parameter in parameters}
+        self._places.clear()
+        for parameter in parameters:
+            shard = self.lap.shards[parameter]
+            taken = self._paging.options.update == "backward" or self._paging.waiting_gradients.takes(shard.group)
+            if not taken or not parameter.requires_grad:
+                continue
+            came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
+            self.lap.hooks[parameter] = parameter.register_post_accumulate_grad_hook(came).id  # FSDP2 calls it
+            module = shard.group.sharded_module
+            if shard.resident is None and module is not None and not self._paging.device.is_discrete:
+                ask_for_unreduced(module, partial(_tell_unreduced, weakref.ref(self), shard.group))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -102,10 +118,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        health = self._paging.paged.health
-        if not health.is_changing:  # else the caller has prepared it, and makes it a part of a larger change
+        prepared, self._prepared = self._prepared, None
+        if prepared != (grad_scale, self.lap.version):
             self.prepare(grad_scale)
-        with health.change("an optimizer step"):
+            self._prepared = None
+        with self._paging.paged.health.change("an optimizer step"):
             self._take_step(grad_scale)
         return loss
 
@@ -128,6 +145,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._check_used(grad_scale)
             self._paging.finish_updates()
             self.take_gradients()
+            self._prepared = grad_scale, self.lap.version
 
     @torch.no_grad()
     def _take_step(self, grad_scale: float) -> None:
@@ -329,9 +347,12 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         chosen = []
         for parameter, group in self._with_groups(only):
             grad = grads[parameter] if grads is not None else self.lap.left(parameter)
+            waits = has(shards[parameter])
             if grad is not None:
                 left[parameter] = grad.reshape(-1)
-            if grad is not None or has(shards[parameter]):
+                if waits:  # an exception came between them
+                    raise lost_gradients()
+            if grad is not None or waits:
                 chosen.append((parameter, group))
         started = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         stepping: dict[nn.Parameter, Stepping] = {}

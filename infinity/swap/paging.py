@@ -34,6 +34,7 @@ from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
     forget_gathered,
+    forget_when_written,
     guard_state_dict,
     in_backward,
     install,
@@ -107,7 +108,7 @@ class Paging:
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
         self._thread = threading.get_ident()
-        """The training thread: the last one that was in here, but for autograd's."""
+        """The training thread: where the last pass began, or the last gather outside a backward."""
         self._backward_follows = False
         """Whether the last forward was one that a backward may follow."""
         self._in_use = self._broken = False
@@ -150,6 +151,8 @@ class Paging:
         for paged, group in zip(self.paged.groups, groups, strict=True):
             paged.module = weakref.ref(cast(nn.Module, group.module))
             paged.is_routed = isinstance(group.module, Expert) and paged.is_frozen
+            if paged.lodges and paged.is_frozen:
+                forget_when_written(group.module, partial(_forget, weakref.ref(self), paged.index))
         index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
         for experts in routed_experts(model):
             experts.coming = partial(_read_experts, weakref.ref(self), [index_of[expert] for expert in experts])
@@ -184,8 +187,9 @@ class Paging:
     # Who may be in here.
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Around whatever the paged tensors and the optimizer set off here, which anybody may end with an exception.
+    def entered(self, *, gathers: bool = False) -> Iterator[None]:
+        """Around whatever the paged tensors and the optimizer set off here, which anybody may end with an exception. `gathers`:
+        the caller computes with what it gets, and is the training thread from now on.
 
         What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
         pass is going on: see [Note: Other threads].
@@ -195,6 +199,8 @@ class Paging:
                 yield
                 return
             self.check_thread()
+            if gathers and not in_backward():
+                self._thread = threading.get_ident()
             if self._broken:
                 self.recover()
             self._in_use = True
@@ -267,24 +273,22 @@ class Paging:
             self.recover()
 
     def check_thread(self) -> None:
-        """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads].
-        Between passes the caller's thread is the training one from now on."""
-        thread = threading.get_ident()
-        if thread == self._thread or in_backward():
-            return
+        """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads]."""
+        if threading.get_ident() == self._thread or in_backward() or self._thread not in sys._current_frames():
+            return  # or that thread has ended
         model = self._model() if self._model is not None else None
-        ended = self._thread not in sys._current_frames()
-        if model is not None and not ended and not is_at_rest(model, gathered=not self._backward_follows):
+        if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
             raise InfinityError(
                 "another thread trains the model, whose parameters rest on NVMe, and it is in the middle of a step: look at "
                 "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
             )
-        self._thread = thread
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
             return
         with self._lock:
+            self.check_thread()
+            self._thread = threading.get_ident()
             self.leave_unfinished_pass(at_root=True)
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
@@ -369,6 +373,14 @@ def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: S
     if alive is not None and not in_backward():
         with alive.entered():
             alive.parameters.read_experts([alive.paged.groups[groups[number]] for number in numbers])
+
+
+def _forget(paging: weakref.ref[Paging], group: int) -> None:
+    """A frozen group was written to where it is staged: it is read again."""
+    alive = paging()
+    if alive is not None:
+        with alive.alone():
+            alive.paged.groups[group].forget(alive.paged.stager)
 
 
 def _entered(paging: weakref.ref[Paging]) -> contextlib.AbstractContextManager[None]:

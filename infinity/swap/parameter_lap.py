@@ -51,7 +51,7 @@ class ParameterLap:
         paged: PagedModel,
         policy: StagingPolicy,
         ahead: DeviceAhead | None,
-        entered: Callable[[], contextlib.AbstractContextManager[None]],
+        entered: Callable[..., contextlib.AbstractContextManager[None]],
         *,
         alone: bool,
     ) -> None:
@@ -74,7 +74,8 @@ class ParameterLap:
         if delivery.state is GroupState.GATHERING and shard.index not in delivery.given:
             return delivery.give(shard.index)
         timeline = self._stager.timeline
-        with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
+        noted = timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext()
+        with self.entered(gathers=True), noted:
             self._begin(shard, training, dtype)
             return delivery.give(shard.index)
 

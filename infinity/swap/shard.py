@@ -31,7 +31,8 @@ class GradientState(enum.Enum):
     NONE = "none"
     """None came, or torch keeps it: `.grad` is the only place."""
     ARRIVED = "arrived"
-    """Reduced, and in `.grad` until all of its group have come; or, over one rank of a CPU, where autograd left it."""
+    """Reduced, and in `.grad` until all of its group have come. (Over one rank of a CPU they are taken where autograd left
+    them, all of a group at once.)"""
     TAKING = "taking"
     """Being taken. An exception now loses it, and the step has to begin anew."""
     TAKEN = "taken"
@@ -42,10 +43,10 @@ class GradientState(enum.Enum):
 
 
 _GRADIENT_ALLOWED = {
-    GradientState.NONE: {GradientState.ARRIVED},
+    GradientState.NONE: {GradientState.ARRIVED, GradientState.TAKING, GradientState.APPLIED},
     GradientState.ARRIVED: {GradientState.TAKING, GradientState.APPLIED},
     GradientState.TAKING: {GradientState.TAKEN, GradientState.ARRIVED},
-    GradientState.TAKEN: {GradientState.ARRIVED},
+    GradientState.TAKEN: {GradientState.ARRIVED, GradientState.TAKING},
     GradientState.APPLIED: set[GradientState](),
 }
 

@@ -8,6 +8,7 @@ would be others than in memory without a word.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,7 +85,8 @@ class StandIn:
         assert isinstance(data, DTensor)
         local = data._local_tensor
         self.name, self.taken = name, Taken.FOR_STEP
-        self._parameter, self._local = parameter, _made(local.shape, local.stride(), local.device, self)
+        self._parameter = weakref.ref(parameter)  # which holds this by its `.grad`: see [Note: What an update holds]
+        self._local = _made(local.shape, local.stride(), local.device, self)
         stand_in = DTensor.from_local(
             self._local,
             data.device_mesh,
@@ -99,14 +101,21 @@ class StandIn:
     @property
     def is_used_up(self) -> bool:
         """Whether torch would use in a step what the last step has used already."""
-        is_shown = self._parameter.grad is self.grad and self.grad._local_tensor is self._local
-        return is_shown and self.taken is Taken.BY_STEP
+        return self.taken is Taken.BY_STEP and self.is_shown_alone
+
+    @property
+    def is_shown_alone(self) -> bool:
+        """Whether `.grad` shows it, and FSDP2 has added nothing."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is self.grad and self.grad._local_tensor is self._local
 
     def show(self, taken: Taken) -> None:
         """From now on `.grad` refuses to be used."""
         self.taken = taken
         self.grad._local_tensor = self._local
-        self._parameter.grad = self.grad
+        parameter = self._parameter()
+        if parameter is not None:
+            parameter.grad = self.grad
 
     def refusal(self) -> InfinityError:
         """For whoever looks at elements."""

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import infinity
 from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.sharding import reshard
 
 CASE = Case(width=512)
 
@@ -166,3 +167,16 @@ def test_an_engine_that_is_closed_in_a_forward_says_so(nvme_path: Path, pinned: 
         with pytest.raises(InfinityError, match=r"closed|sharded"):
             engine(x)
     assert expected.isfinite().all()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_was_written_to_a_frozen_weight_where_it_is_staged_is_void(nvme_path: Path) -> None:
+    x = torch.ones(2, 512)
+    with using("", nvme_path / "weights", "auto") as engine:
+        expected = engine(x)
+        with torch.no_grad():
+            engine.module[1].unshard()
+            engine.module[1].weight.mul_(0.5)
+            with pytest.raises(InfinityError, match=r"1\.weight was changed while it was gathered"):
+                reshard(engine.module)
+        assert torch.equal(engine(x), expected)
