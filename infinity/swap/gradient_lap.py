@@ -86,7 +86,7 @@ class GradientLap:
         hooks: Any = parameter._post_accumulate_grad_hooks
         shown = self._shown.get(parameter)
         if parameter.grad is not None and (
-            shown is None or shown.taken is not Taken.FOR_STEP or not shown.is_shown_alone
+            shown is None or shown.taken is not Taken.FOR_STEP or not shown.is_shown_alone(parameter)
         ):
             return False
         only_ours = hooks is not None and [*hooks] == [self.hooks.get(parameter)]
@@ -216,8 +216,8 @@ class GradientLap:
 
     def check_unused(self) -> None:
         """Raise InfinityError where torch would step once more with a gradient that the last step has used."""
-        for stand_in in self._shown.values():
-            if stand_in.is_used_up:
+        for parameter, stand_in in self._shown.items():
+            if stand_in.is_used_up(parameter):
                 raise used_up(stand_in.name)
 
     def used(self, stepped: Iterable[nn.Parameter]) -> dict[nn.Parameter, Taken]:
@@ -281,7 +281,7 @@ class GradientLap:
     def _show(self, parameter: nn.Parameter, taken: Taken) -> None:
         stand_in = self._stand_ins.get(parameter) or StandIn(parameter, self.shards[parameter].name)
         self._stand_ins[parameter] = self._shown[parameter] = stand_in
-        stand_in.show(taken)
+        stand_in.show(parameter, taken)
 
     def _note_norms_and_refuse(self, grads: Gradients) -> None:
         """Of gradients that `.grad` shows no more: whoever would use them is refused."""

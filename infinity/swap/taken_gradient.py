@@ -8,7 +8,6 @@ would be others than in memory without a word.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,7 +84,7 @@ class StandIn:
         assert isinstance(data, DTensor)
         local = data._local_tensor
         self.name, self.taken = name, Taken.FOR_STEP
-        self._parameter = weakref.ref(parameter)  # which holds this by its `.grad`: see [Note: What an update holds]
+        # Not the parameter, which holds this by its `.grad`: Python's collector doesn't see that.
         self._local = _made(local.shape, local.stride(), local.device, self)
         stand_in = DTensor.from_local(
             self._local,
@@ -98,24 +97,19 @@ class StandIn:
         self.grad: DTensor = stand_in.detach()  # type: ignore[assignment]
         """What `.grad` is while it shows this, or what FSDP2 has added to it since."""
 
-    @property
-    def is_used_up(self) -> bool:
+    def is_used_up(self, parameter: nn.Parameter) -> bool:
         """Whether torch would use in a step what the last step has used already."""
-        return self.taken is Taken.BY_STEP and self.is_shown_alone
+        return self.taken is Taken.BY_STEP and self.is_shown_alone(parameter)
 
-    @property
-    def is_shown_alone(self) -> bool:
+    def is_shown_alone(self, parameter: nn.Parameter) -> bool:
         """Whether `.grad` shows it, and FSDP2 has added nothing."""
-        parameter = self._parameter()
-        return parameter is not None and parameter.grad is self.grad and self.grad._local_tensor is self._local
+        return parameter.grad is self.grad and self.grad._local_tensor is self._local
 
-    def show(self, taken: Taken) -> None:
+    def show(self, parameter: nn.Parameter, taken: Taken) -> None:
         """From now on `.grad` refuses to be used."""
         self.taken = taken
         self.grad._local_tensor = self._local
-        parameter = self._parameter()
-        if parameter is not None:
-            parameter.grad = self.grad
+        parameter.grad = self.grad
 
     def refusal(self) -> InfinityError:
         """For whoever looks at elements."""
