@@ -7,9 +7,9 @@ which takes longer than the copy of the elements. Here each parameter has a rang
 it is gathered: mremap moves them there from the ranges of parameters that were freed, the longest ago first. It clears nothing,
 and the pages may be huge. As many pages are mapped as were ever needed at once, whatever the order of the parameters.
 
-They move one unit of 2 MiB at a time: what was mapped together may lie in several mappings later, and before Linux 6.17 one
-call moves pages of one mapping. Where ranges can't be had (no mremap, a limit of address space, too many parameters), tensors
-are torch's own.
+What was mapped together may lie in several mappings later, and before Linux 6.17 one call moves pages of one mapping. So units
+of 2 MiB move one at a time if the kernel refuses to move all at once. Where ranges can't be had (no mremap, a limit of address
+space, too many parameters), tensors are torch's own.
 
 A freed range is protected: whoever reads a parameter after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
 """
@@ -93,11 +93,14 @@ class GatheredMemory:
         if range_ is None:
             return
         self._free.pop(range_, None)
-        for unit in range(range_.units):
-            if unit not in range_.present:
+        unit = 0
+        while unit < range_.units:
+            end = next((other for other in range(unit, range_.units) if other in range_.present), range_.units)
+            if end > unit:
                 range_.is_protected = True  # as what moves there is
-                self._move_to(range_.address + _UNIT * unit)
-                range_.present.add(unit)
+                end = unit + self._move_to(range_.address + _UNIT * unit, end - unit)
+                range_.present.update(range(unit, end))
+            unit = max(end, unit + 1)
         if range_.is_protected:
             _protect(range_, mmap.PROT_READ | mmap.PROT_WRITE)
             range_.is_protected = False
@@ -113,20 +116,35 @@ class GatheredMemory:
             self._free[range_] = None
         return True
 
-    def _move_to(self, address: int) -> None:
-        """Move pages of the range that was freed the longest ago to a unit; without such, its first use maps new ones."""
+    def _move_to(self, address: int, count: int) -> int:
+        """Move pages of the range that was freed the longest ago to up to `count` units. Returns how many. If there are none,
+        the first use of the units maps new ones."""
         while self._free:
             source = next(iter(self._free))
             if not source.present:
                 del self._free[source]
                 continue
-            old = source.address + _UNIT * source.present.pop()
-            moved = _libc.mremap(_pointer(old), _size(1), _size(1), _MREMAP, _pointer(address))
-            if moved != address:  # the kernel may have unmapped what was there
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-                if _libc.mmap(_pointer(address), _size(1), _PROT_NONE, flags, -1, ctypes.c_long(0)) != address:
-                    raise _no_memory()
-            return
+            last = first = max(source.present)
+            while first - 1 in source.present and last - first + 1 < count:
+                first -= 1
+            for begin in (first, last):  # all of them at once, or one
+                units = last - begin + 1
+                source.present.difference_update(range(begin, last + 1))
+                if _move(source.address + _UNIT * begin, address, units):
+                    return units
+                source.present.update(range(begin, last))
+            return 1
+        return count
+
+
+def _move(old: int, new: int, units: int) -> bool:
+    """Move the pages of units from one address to another. If the kernel doesn't, there are none at either's last unit."""
+    if _libc.mremap(_pointer(old), _size(units), _size(units), _MREMAP, _pointer(new)) == new:
+        return True
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE  # it may have unmapped what was there
+    if _libc.mmap(_pointer(new), _size(units), _PROT_NONE, flags, -1, ctypes.c_long(0)) != new:
+        raise _no_memory()
+    return False
 
 
 def _reserve(units: int, numel: int, dtype: torch.dtype) -> tuple[mmap.mmap, torch.Tensor]:
