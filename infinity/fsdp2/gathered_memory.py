@@ -2,16 +2,16 @@
 
 [Note: Addresses stay, pages move]
 Autograd saves views of a gathered parameter in the forward, and reads through them what the backward gathers. So the address of
-a parameter never changes. FSDP2 allocates memory at each gather and frees it after it; the kernel then clears each page anew,
+a parameter never changes. FSDP2 allocates memory at each gather and frees it after it; the kernel then clears each page again,
 which takes longer than the copy of the elements. Here each parameter has a range of addresses for good, and pages only while
 it is gathered: mremap moves them there from the ranges of parameters that were freed, the longest ago first. It clears nothing,
-and the pages may be huge. As many pages are mapped as were ever needed at once, whatever the order of the parameters.
+and the pages may be huge. As many pages are mapped as were ever needed at once, in any order of the parameters.
 
 What was mapped together may lie in several mappings later, and before Linux 6.17 one call moves pages of one mapping. So units
 of 2 MiB move one at a time if the kernel refuses to move all at once. Where ranges can't be had (no mremap, a limit of address
 space, too many parameters), tensors are torch's own.
 
-A freed range is protected: whoever reads a parameter after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
+A freed range is protected: to read a parameter after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GatheredMemory:
         return tensor
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """A tensor is to be written to: it has memory, of whatever content. Raises OSError where there is none."""
+        """A tensor is to be written to: it has memory, of any content. Raises OSError where there is none."""
         range_ = self._ranges.get(tensor.data_ptr())
         if range_ is None:
             return

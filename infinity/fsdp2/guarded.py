@@ -16,7 +16,7 @@ what FSDP2 does at the points below, and nothing else. Looks past FSDP2's public
   * An input that no loss depends on gets a gradient of zeros, where plain PyTorch has none, and the optimizer decays what made
     it. So on one rank it gets none. (On several, that a gradient is missing on all of them is not known.)
   * Over one rank nothing is reduced, but gradients are copied into a buffer in fp32: twice what autograd made of them in 16
-    bits. So whoever can take gradients where autograd left them is asked first (`take_unreduced`).
+    bits. So `take_unreduced` is asked first, which can use gradients where autograd left them.
   * A group that runs again in one backward, as reentrant checkpoints do, is reduced once. What comes later stays unreduced
     until the next step. So its state is reset with each reduction, and the end of the backward reduces what is left.
 """
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -43,6 +43,11 @@ from infinity.fsdp2.private import (
     collect_grad_tensors,
     free_storage,
 )
+
+TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
+"""Called over one rank of a CPU before gradients are reduced, with what would only be copied: the sharded parameters, and their
+gradients (in their shapes, as autograd left them, not to be changed). Returns those whose gradients it has taken; FSDP2 reduces
+the others."""
 
 
 def guard(model: nn.Module) -> None:
@@ -137,14 +142,11 @@ class GuardedGroup(FSDPParamGroup):
     """The parameters of one `fully_shard` call."""
 
     def begin(self, state: FSDPState, memory: GatheredMemory, *, keeps_gathered: bool) -> None:
-        """Nothing of the group was ever gathered; FSDP2 looks at its parameters anew. `memory`: for what a CPU gathers."""
+        """Nothing of the group was ever gathered; FSDP2 looks at its parameters again. `memory`: for what a CPU gathers."""
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
         self.before_reduction: Callable[[], object] = bool
         """Called before gradients are reduced; an exception of it leaves them unreduced."""
-        self.take_unreduced: Callable[[dict[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]] | None = None
-        """Called over one rank of a CPU before gradients are reduced, with what would only be copied: the sharded parameters,
-        and their gradients (in their shapes, as autograd left them, not to be changed). Returns those whose gradients it has
-        taken; FSDP2 reduces the others."""
+        self.take_unreduced: TakeUnreduced | None = None
         self.after_write: Callable[[], object] = bool
         """Called when a gathered parameter was found to be written to."""
         self._forwards = 0
@@ -161,8 +163,11 @@ class GuardedGroup(FSDPParamGroup):
             cast(GuardedParameter, parameter).begin(memory)
 
     def unreduced(self) -> list[torch.Tensor | None]:
-        """The gradients of what was ever gathered, as autograd left them."""
-        return [p._unsharded_param.grad for p in self.fsdp_params if "_unsharded_param" in vars(p)]
+        """The gradients of what was ever gathered: as autograd left them, or their sums."""
+        return [getattr(*_unreduced_of(parameter)) for parameter in self._gathered_once()]
+
+    def _gathered_once(self) -> list[Any]:
+        return [parameter for parameter in self.fsdp_params if "_unsharded_param" in vars(parameter)]
 
     def check_unwritten(self) -> None:
         """Raise InfinityError where a parameter was written to while it was gathered, once for each such write."""
@@ -211,22 +216,17 @@ class GuardedGroup(FSDPParamGroup):
     def _offer_unreduced(self) -> None:
         if self.take_unreduced is None or not self._reduction_copies():
             return
-        holders: dict[nn.Parameter, tuple[Any, str]] = {}
         offered: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in self.fsdp_params:
-            if "_unsharded_param" not in vars(parameter):
-                continue
+        places: dict[nn.Parameter, tuple[Any, str]] = {}
+        for parameter in self._gathered_once():
             parameter.accumulate_unsharded_grad_if_needed()
-            # What is summed is a property over the gradient from torch 2.15 on.
-            summed = vars(parameter).get("unsharded_accumulated_grad") is not None
-            holder = (parameter, "unsharded_accumulated_grad") if summed else (parameter._unsharded_param, "grad")
-            grad = getattr(*holder)
+            place = _unreduced_of(parameter)
+            grad = getattr(*place)
             if grad is not None and _is_plain(grad):
-                holders[parameter.sharded_param], offered[parameter.sharded_param] = holder, grad
-                setattr(holder[0], holder[1], None)  # an exception is to leave none of them for the next backward
-        taken = self.take_unreduced(offered)
-        for sharded in offered.keys() - taken:
-            setattr(holders[sharded][0], holders[sharded][1], offered[sharded])
+                places[parameter.sharded_param], offered[parameter.sharded_param] = place, grad
+                setattr(*place, None)  # an exception is to leave none of them for the next backward
+        for sharded in offered.keys() - self.take_unreduced(offered):
+            setattr(*places[sharded], offered[sharded])
 
     def _reduction_copies(self) -> bool:
         """Whether a reduction does no more than to copy gradients and convert them to fp32."""
@@ -270,6 +270,12 @@ class GuardedGroup(FSDPParamGroup):
                 self._versions[parameter] = now
                 self._written.append(parameter._param_fqn)
                 self.after_write()
+
+
+def _unreduced_of(parameter: Any) -> tuple[Any, str]:
+    """The attribute that has a parameter's unreduced gradient, or the sum of several (the same one from torch 2.15 on)."""
+    sums = "unsharded_accumulated_grad"
+    return (parameter, sums) if vars(parameter).get(sums) is not None else (parameter._unsharded_param, "grad")
 
 
 def _is_plain(grad: torch.Tensor) -> bool:

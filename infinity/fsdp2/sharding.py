@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.experts import Expert
-from infinity.fsdp2.guarded import set_memory
+from infinity.fsdp2.guarded import TakeUnreduced, set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
 from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter, TrainingState
 
@@ -325,10 +325,6 @@ def forget_gathered(module: FSDPModule) -> None:
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
                 set_memory(unsharded, torch.empty(0, dtype=unsharded.dtype, device=unsharded.device))
-
-
-TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
-"""See `GuardedGroup.take_unreduced`."""
 
 
 def ask_for_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:

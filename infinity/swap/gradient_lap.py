@@ -1,7 +1,7 @@
 """The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
 Reads top-down. FSDP2 has reduced a gradient (`came`), or over one rank of a CPU is about to copy those of a group
-(`came_unreduced`). With all of a group `PagedOptimizer._group_came` goes on: `take` (the gradients wait), `take` and
+(`came_unreduced`). With all of a group `PagedOptimizer._group_came` continues: `take` (the gradients wait), `take` and
 `update_soon` (they wait, and a speculative update is made), or `note_applied` and `update_soon` (an update that stays). The
 step that follows makes the others: see pending_updates.py. Used by the training thread, and by autograd's threads on its
 behalf; see infinity/swap/README.md for a lap by example.
@@ -68,7 +68,7 @@ class GradientLap:
 
     def came_unreduced(self, group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]) -> Gradients:
         """A backward has come to the gradients of a group, whose reduction would copy them (in their shapes). Those that need
-        no reduction: of the whole group, where nobody else looks at one and none is in `.grad`; else none of them."""
+        no reduction: of the whole group, where no hook of the user looks at one and none is in `.grad`; else none of them."""
         ours = {p: self.shards[p] for p in grads if p in self.shards and self.shards[p].resident is None}
         final = group.timing is not UpdateTiming.BACKWARD or self._paging.policy.gradients_are_final(group)
         whole = len(ours) == self._gradient_counts[group] and group not in self._arrived

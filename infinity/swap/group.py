@@ -80,7 +80,7 @@ class Delivery:
             self.move_to(GroupState.AHEAD)
 
     def arrive(self) -> None:
-        """They are on the device for whatever its current stream does next: `give` them. After an exception they have to be
+        """They are on the device for all that its current stream does next: `give` them. After an exception they have to be
         started again."""
         assert self.in_flight is not None
         try:

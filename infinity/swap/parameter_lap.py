@@ -260,7 +260,7 @@ class ParameterLap:
 class DeviceAhead:
     """Which groups go to the device ahead of their gather: those on their way, and those that come next. Moves nothing.
 
-    bytes_max: what compute parameters that nobody has asked for yet may take of the device's memory.
+    bytes_max: what compute parameters that FSDP2 has not asked for yet may take of the device's memory.
     """
 
     def __init__(self, policy: StagingPolicy, *, bytes_max: int) -> None:

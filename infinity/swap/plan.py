@@ -111,7 +111,7 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
     comfortable = comfortable_bytes(gather, stepped, waiting)
     only_run = not any(shard.trained for shard in shards)
-    spared = [_spared_reads(layout, options, index, group.gathers) for index, group in enumerate(groups)]
+    spared = [0 if only_run else _spared_reads(layout, options, k, group.gathers) for k, group in enumerate(groups)]
     pinned = pinned_bytes
     if pinned is None:
         held = _held_gradient_bytes(layout, options)

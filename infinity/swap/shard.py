@@ -34,7 +34,7 @@ class GradientState(enum.Enum):
     """Reduced, and in `.grad` until all of its group have come. (Over one rank of a CPU they are taken where autograd left
     them, all of a group at once.)"""
     TAKING = "taking"
-    """Being taken. An exception now loses it, and the step has to begin anew."""
+    """Being taken. An exception now loses it, and the step has to begin again."""
     TAKEN = "taken"
     """Kept until the update, in host memory or on NVMe (waiting_gradients.py); `.grad` refuses to be used. Another may arrive,
     and is added."""
@@ -102,8 +102,8 @@ class PagedShard:
         """Whether the gathered parameter has its memory where it is staged: see [Note: Gathered where it is staged]."""
         group, dtype = self.group, self.gathered_dtype
         in_form = dtype == self.values.compute_dtype and self.place.start % dtype.itemsize == 0
-        rests = group.lodges and group.is_frozen and self.resident is None
-        return rests and in_form and self.padded_shape.numel() > 0
+        stays_as_it_is = group.lodges and group.is_frozen and self.resident is None
+        return stays_as_it_is and in_form and self.padded_shape.numel() > 0
 
     def lodge(self, piece: torch.Tensor) -> torch.Tensor:
         """`elements`, with a storage that ends where they do."""

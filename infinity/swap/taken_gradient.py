@@ -112,7 +112,7 @@ class StandIn:
         parameter.grad = self.grad
 
     def refusal(self) -> InfinityError:
-        """For whoever looks at elements."""
+        """For a look at elements."""
         return used_up(self.name) if self.taken is Taken.BY_STEP else refusal(self.name)
 
 

@@ -165,7 +165,7 @@ def test_large_parameters_are_in_huge_pages() -> None:
         pytest.skip("the kernel gives no huge pages: /sys/kernel/mm/transparent_hugepage/enabled")
     done = launch.code(HUGE)
     if done.stderr.strip() == "none":
-        pytest.skip("the kernel gives no huge pages now, whoever asks: its memory is fragmented")
+        pytest.skip("the kernel gives no huge pages now: its memory is fragmented")
     assert done.returncode == 0, done.stderr
 
 
