@@ -164,10 +164,7 @@ class GuardedGroup(FSDPParamGroup):
 
     def unreduced(self) -> list[torch.Tensor | None]:
         """The gradients of what was ever gathered: as autograd left them, or their sums."""
-        return [getattr(*_unreduced_of(parameter)) for parameter in self._gathered_once()]
-
-    def _gathered_once(self) -> list[Any]:
-        return [parameter for parameter in self.fsdp_params if "_unsharded_param" in vars(parameter)]
+        return [getattr(*_unreduced_of(p)) for p in self.fsdp_params if "_unsharded_param" in vars(p)]
 
     def check_unwritten(self) -> None:
         """Raise InfinityError where a parameter was written to while it was gathered, once for each such write."""
@@ -218,7 +215,7 @@ class GuardedGroup(FSDPParamGroup):
             return
         offered: dict[nn.Parameter, torch.Tensor] = {}
         places: dict[nn.Parameter, tuple[Any, str]] = {}
-        for parameter in self._gathered_once():
+        for parameter in (p for p in self.fsdp_params if "_unsharded_param" in vars(p)):
             parameter.accumulate_unsharded_grad_if_needed()
             place = _unreduced_of(parameter)
             grad = getattr(*place)

@@ -341,8 +341,10 @@ class ReadAhead(Generic[Unit]):
 
     def needed(self, unit: Unit) -> int | None:
         """When a unit is needed: the smaller, the sooner. None if it is not wanted."""
-        needed = self.following.needed(unit)
-        return _LAST if needed is None and unit in self._stay else needed
+        uses = self.following._uses.get(unit)
+        if uses:
+            return uses[0].number
+        return _LAST if unit in self._stay else None
 
     def follow(self, following: LookAhead[Unit], stay: Collection[Unit] = ()) -> None:
         """From now on the units are wanted that `following` chooses, and those that `stay`, after them."""
