@@ -35,7 +35,8 @@ from infinity._aio import Engine
 from infinity.aio import IoEngine, IoSettings, PinnedPool, Priority, Request, probe
 from infinity.cli.sweep.fio import Fio, find_fio, version_of
 from infinity.drive.measure import DriveTest, Trial, Workload
-from infinity.store import Arena, RunFolder
+from infinity.store.arena import Arena
+from infinity.store.run_folder import RunFolder
 from infinity.units import GIB, KIB, MIB, format_bytes, parse_bytes
 
 BLOCKS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
@@ -189,12 +190,17 @@ class Small:
         """(transfers per second, CPU seconds per million)."""
         count = self.lease.nbytes // size
         places = np.random.default_rng().permutation(self.nbytes // size)[:count]
-        ranges = np.stack([places * size, np.arange(count) * size, np.full(count, size)], axis=1)
+        slab, file = self.pool.slab, self.arena.file
+        requests = [
+            (operation, file, place * size, slab, i * size, size, Priority.DEMAND)
+            for i, place in enumerate(places.tolist())
+        ]
         before = resource.getrusage(resource.RUSAGE_SELF)
         began = time.perf_counter()
         done = 0
         while time.perf_counter() - began < seconds:
-            self.core.start_ranges(operation, self.arena.file, self.pool.slab, ranges, Priority.DEMAND).wait()
+            for transfer in self.core.start_batch(requests):
+                transfer.wait()
             done += count
         elapsed = time.perf_counter() - began
         after = resource.getrusage(resource.RUSAGE_SELF)

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -22,7 +21,9 @@ from infinity.plan.resources import Resources
 from infinity.plan.simulator import simulate
 from infinity.plan.step import Pause, Step, SubGroup, Use
 from infinity.schedule.readahead import plan_look_ahead
-from infinity.store import Arena, RunFolder, Shard, plan_layout
+from infinity.store.arena import Arena
+from infinity.store.layout import Shard, plan_layout
+from infinity.store.run_folder import RunFolder
 from infinity.units import KIB, MIB
 
 BATCH = 64
@@ -89,17 +90,6 @@ def test_submit_and_reap_a_batch(benchmark: BenchmarkFixture, machine: Machine) 
         for i in range(BATCH)
     ]
     benchmark(lambda: machine.move(requests))
-
-
-def test_submit_and_reap_one_transfer_of_many_ranges(benchmark: BenchmarkFixture, machine: Machine) -> None:
-    places = np.arange(BATCH) * PIECE_BYTES
-    ranges = np.stack([places, places, np.full(BATCH, PIECE_BYTES)], axis=1)
-
-    def move() -> None:
-        engine = machine.engine
-        engine.wait([engine.start_ranges("read", machine.arena.file, machine.lease, ranges, Priority.DEMAND)])
-
-    benchmark(move)
 
 
 def test_extent_allocation(benchmark: BenchmarkFixture, machine: Machine) -> None:

@@ -259,19 +259,6 @@ class Engine:
         Raises IntegrityError as the read would have, ValueError as `start_batch` and `File.checksums`.
         """
 
-    def start_ranges(
-        self,
-        operation: str,
-        file: File | StripedFile,
-        slab: PinnedSlab,
-        ranges: npt.NDArray[np.int64],
-        priority: Priority = Priority.PREFETCH,
-    ) -> Transfer:
-        """Start one transfer of many ranges: rows of (offset, slab_offset, length), int64, shape (n, 3).
-
-        For many small pieces: Python pays once, whatever n is. Raises ValueError as `start_batch`.
-        """
-
     def counters(self) -> dict[str, Any]:
         """Sums since the start, and what is under way now.
 

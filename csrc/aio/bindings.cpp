@@ -129,7 +129,7 @@ Request request_of(const py::handle& item) {
   try {
     auto [operation, file, offset, slab, slab_offset, length, priority] = item.cast<Fields>();
     if (slab == nullptr) throw py::cast_error("None");
-    return {operation_of(operation), volume_of(file), std::move(slab), {{offset, slab_offset, length}}, priority};
+    return {operation_of(operation), volume_of(file), std::move(slab), {offset, slab_offset, length}, priority};
   } catch (const py::cast_error&) {
     throw py::type_error("a request is (operation, file, offset, slab, slab_offset, length, priority), got " +
                          py::repr(item).cast<std::string>());
@@ -148,26 +148,13 @@ std::vector<std::shared_ptr<Transfer>> start_batch(Engine& engine, const py::seq
 void verify(const Engine& engine, const py::object& file, int64_t offset, const std::shared_ptr<PinnedSlab>& slab,
             int64_t slab_offset, int64_t length) {
   auto volume = volume_of(file);
-  Request{Operation::kRead, volume, slab, {{offset, slab_offset, length}}, Priority::kDemand}.check();
+  Request{Operation::kRead, volume, slab, {offset, slab_offset, length}, Priority::kDemand}.check();
   std::optional<Failure> failure;
   {
     py::gil_scoped_release release;
     failure = volume->first_wrong(slab->data() + slab_offset, offset, length, engine.backend());
   }
   if (failure.has_value()) throw IoFailure(std::move(*failure));
-}
-
-// One transfer of many ranges: rows of (offset, slab_offset, length).
-std::shared_ptr<Transfer> start_ranges(Engine& engine, const std::string& operation, const py::object& file,
-                                       std::shared_ptr<PinnedSlab> slab,
-                                       const py::array_t<int64_t, py::array::c_style>& rows, Priority priority) {
-  if (rows.ndim() != 2 || rows.shape(1) != 3) {
-    throw py::value_error("ranges must be an int64 array of shape (n, 3): offset, slab_offset, length");
-  }
-  auto row = rows.unchecked<2>();
-  std::vector<Range> ranges(static_cast<size_t>(row.shape(0)));
-  for (py::ssize_t i = 0; i < row.shape(0); ++i) ranges[static_cast<size_t>(i)] = {row(i, 0), row(i, 1), row(i, 2)};
-  return engine.start({operation_of(operation), volume_of(file), std::move(slab), std::move(ranges), priority});
 }
 
 py::array_t<Timing> timings_of(Engine& engine) {
@@ -369,8 +356,6 @@ void bind_engine(py::module_& module) {
       .def("start_batch", &start_batch, py::arg("requests"), py::kw_only(), py::arg("sums_by_caller") = false)
       .def("verify", &verify, py::arg("file"), py::arg("offset"), py::arg("slab").none(false), py::arg("slab_offset"),
            py::arg("length"))
-      .def("start_ranges", &start_ranges, py::arg("operation"), py::arg("file"), py::arg("slab").none(false),
-           py::arg("ranges"), py::arg("priority") = Priority::kPrefetch)
       .def("counters", &counters_of)
       .def("take_timings", &timings_of)
       .def("drain", &drain_engine)

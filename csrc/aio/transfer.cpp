@@ -16,16 +16,11 @@ namespace {
 // A wait that is over sooner is not worth waking a team for.
 constexpr std::chrono::microseconds kWaitAlone{200};
 
-[[noreturn]] void refuse_numbers(const Request& request, const Range& range, const std::string& why) {
+[[noreturn]] void refuse_numbers(const Request& request, const std::string& why) {
+  const Range& range = request.range;
   throw std::invalid_argument(std::string(operation_name(request.operation)) + " of " + std::to_string(range.length) +
                               " bytes at offset " + std::to_string(range.offset) + " of " + request.volume->path() +
                               " and slab offset " + std::to_string(range.slab_offset) + ": " + why);
-}
-
-int64_t total_length(const std::vector<Range>& ranges) {
-  int64_t total = 0;
-  for (const Range& range : ranges) total += range.length;
-  return total;
 }
 
 }  // namespace
@@ -36,23 +31,17 @@ const char* operation_name(Operation operation) {
 
 void Request::check() const {
   if (volume == nullptr || slab == nullptr) throw std::invalid_argument("a transfer needs a file and a slab");
-  if (ranges.empty()) throw std::invalid_argument("a transfer needs at least one range");
-  int64_t total = 0;
-  for (const Range& range : ranges) {
-    if (range.length <= 0) refuse_numbers(*this, range, "the length must be positive");
-    if (range.offset < 0 || range.offset > INT64_MAX - range.length) {
-      refuse_numbers(*this, range, "the offset is out of range");
-    }
-    if (range.slab_offset < 0 || range.length > slab->bytes() || range.slab_offset > slab->bytes() - range.length) {
-      refuse_numbers(*this, range, "the range isn't inside the slab of " + std::to_string(slab->bytes()) + " bytes");
-    }
-    int64_t alignment = volume->alignment();
-    if (range.offset % alignment != 0 || range.length % alignment != 0 || range.slab_offset % alignment != 0) {
-      refuse_numbers(*this, range,
-                     "this file needs offset, length and slab offset in multiples of " + std::to_string(alignment));
-    }
-    if (range.length > INT64_MAX - total) refuse_numbers(*this, range, "the ranges are longer than any file");
-    total += range.length;
+  if (range.length <= 0) refuse_numbers(*this, "the length must be positive");
+  if (range.offset < 0 || range.offset > INT64_MAX - range.length) {
+    refuse_numbers(*this, "the offset is out of range");
+  }
+  if (range.slab_offset < 0 || range.length > slab->bytes() || range.slab_offset > slab->bytes() - range.length) {
+    refuse_numbers(*this, "the range isn't inside the slab of " + std::to_string(slab->bytes()) + " bytes");
+  }
+  int64_t alignment = volume->alignment();
+  if (range.offset % alignment != 0 || range.length % alignment != 0 || range.slab_offset % alignment != 0) {
+    refuse_numbers(*this,
+                   "this file needs offset, length and slab offset in multiples of " + std::to_string(alignment));
   }
 }
 
@@ -74,8 +63,7 @@ Transfer::Transfer(Request request, std::string backend)
     : operation_(request.operation),
       priority_(request.priority),
       path_(request.volume->path()),
-      ranges_(std::move(request.ranges)),
-      length_(total_length(ranges_)),
+      range_(request.range),
       sums_by_caller_(request.sums_by_caller),
       backend_(std::move(backend)),
       queued_at_(monotonic_seconds()),
@@ -141,7 +129,7 @@ bool Transfer::begin_block(int64_t bytes) {
   }
   taken_bytes_ += bytes;
   ++blocks_in_flight_;
-  assert(taken_bytes_ <= length_);
+  assert(taken_bytes_ <= range_.length);
   return true;
 }
 
@@ -155,7 +143,7 @@ bool Transfer::end_block(std::optional<Failure> failure) {
 
 bool Transfer::refuse(Failure failure) {
   std::lock_guard<std::mutex> lock(monitor_->mutex);
-  if (failure_.has_value() || taken_bytes_ == length_) return false;  // its last block out will finish it, or has
+  if (failure_.has_value() || taken_bytes_ == range_.length) return false;  // its last block out will finish it, or has
   failure_ = std::move(failure);
   return last_one_out();
 }
@@ -192,57 +180,43 @@ Transfer::Held Transfer::finish() {
 }
 
 Failure Transfer::describe(const Block& block, int error_number, std::string reason) const {
-  const char* operation = operation_name(operation_);
-  if (block.file->path() == path_) {  // not striped: the whole range says more than one block of it
-    const Range& range = ranges_[block.range];
-    return {error_number, operation, path_, range.offset, range.length, backend_, std::move(reason)};
-  }
-  return {error_number, operation, block.file->path(), block.offset, block.length, backend_, std::move(reason)};
+  // Of a file that is not striped, the whole range says more than one block of it.
+  if (block.file->path() == path_) return describe(error_number, std::move(reason));
+  return {error_number, operation_name(operation_), block.file->path(), block.offset, block.length,
+          backend_,     std::move(reason)};
 }
 
 Failure Transfer::describe(int error_number, std::string reason) const {
-  return {error_number, operation_name(operation_), path_, ranges_.front().offset, length_,
-          backend_,     std::move(reason)};
+  return {error_number, operation_name(operation_), path_, range_.offset, range_.length, backend_, std::move(reason)};
 }
 
 Lane::Lane(std::shared_ptr<Transfer> transfer, std::shared_ptr<const Volume> volume,
            std::shared_ptr<const PinnedSlab> slab, int member)
-    : transfer_(std::move(transfer)), volume_(std::move(volume)), slab_(std::move(slab)), member_(member) {
-  for (const Range& range : transfer_->ranges()) {
-    left_bytes_ += volume_->bytes_on(member_, range.offset, range.offset + range.length);
-  }
+    : transfer_(std::move(transfer)),
+      volume_(std::move(volume)),
+      slab_(std::move(slab)),
+      member_(member),
+      position_(transfer_->range().offset) {
+  left_bytes_ = volume_->bytes_on(member_, position_, position_ + transfer_->range().length);
 }
 
 std::optional<Block> Lane::take_block(int64_t block_bytes) {
   if (left_bytes_ == 0) return std::nullopt;
-  Volume::Piece piece = next_piece();
-  int64_t length = std::min(block_bytes, piece.length);
+  const Range& range = transfer_->range();
+  std::optional<Volume::Piece> piece = volume_->first_on(member_, position_, range.offset + range.length);
+  assert(piece.has_value());
+  int64_t length = std::min(block_bytes, piece->length);
   if (!transfer_->begin_block(length)) return std::nullopt;
-  const Range& range = transfer_->ranges()[range_];
   Block block;
   block.transfer = transfer_;
   block.operation = transfer_->operation();
   block.file = volume_->file(member_);
-  block.address = slab_->data() + range.slab_offset + (piece.at - range.offset);
-  block.offset = piece.offset;
+  block.address = slab_->data() + range.slab_offset + (piece->at - range.offset);
+  block.offset = piece->offset;
   block.length = block.taken_bytes = length;
-  block.range = range_;
-  position_ = piece.at + length;
+  position_ = piece->at + length;
   left_bytes_ -= length;
   return block;
-}
-
-// Bytes are left, so a piece there is.
-Volume::Piece Lane::next_piece() {
-  while (true) {
-    const Range& range = transfer_->ranges()[range_];
-    std::optional<Volume::Piece> piece =
-        volume_->first_on(member_, std::max(position_, range.offset), range.offset + range.length);
-    if (piece.has_value()) return *piece;
-    ++range_;
-    position_ = 0;
-    assert(range_ < transfer_->ranges().size());
-  }
 }
 
 }  // namespace infinity::aio

@@ -1,4 +1,4 @@
-// One logical read or write: its ranges, its blocks, its state, and what it keeps alive.
+// One logical read or write: its range, its blocks, its state, and what it keeps alive.
 #pragma once
 
 #include <atomic>
@@ -34,20 +34,20 @@ struct Range {
   int64_t length = 0;
 };
 
-// What a caller asks for: all ranges of one file or volume, as one transfer.
+// What a caller asks for: one transfer of a range of a file or volume.
 struct Request {
   Operation operation = Operation::kRead;
   std::shared_ptr<const Volume> volume;
   std::shared_ptr<const PinnedSlab> slab;
-  std::vector<Range> ranges;
+  Range range;
   Priority priority = Priority::kPrefetch;
 
   // Of a file that keeps checksums: who asks verifies what was read (Volume::first_wrong), and has told what the pages
   // hold that are written (Volume::set_checksums).
   bool sums_by_caller = false;
 
-  // Throws std::invalid_argument naming the numbers when there is no range, or one isn't inside the slab or isn't
-  // aligned as the file needs it.
+  // Throws std::invalid_argument naming the numbers when the range isn't inside the slab or isn't aligned as the file
+  // needs it.
   void check() const;
 };
 
@@ -56,7 +56,7 @@ enum class TransferState : uint8_t {
   kQueued,    // no byte has moved; the engine's queues and the caller own it; it holds volume and slab
   kInFlight,  // a ring has taken at least one block; the kernel may touch the slab; it holds volume and slab
   kDone,      // every byte has moved and every completion was read; volume and slab are let go
-  kFailed,    // as kDone, but a block failed and later ones were not started: the bytes in the ranges are undefined
+  kFailed,    // as kDone, but a block failed and later ones were not started: the bytes in the range are undefined
 };
 
 struct TransferTimes {
@@ -86,7 +86,6 @@ struct Block {
   int64_t offset = 0;       // bytes, in the file
   int64_t length = 0;       // bytes still to move
   int64_t taken_bytes = 0;  // length when it was taken
-  size_t range = 0;         // of the transfer
   int retries = 0;          // interruptions since the last progress
   uint32_t tag = 0;         // the slot, given back in the completion
 
@@ -119,8 +118,7 @@ class Transfer {
 
   Operation operation() const noexcept { return operation_; }
   Priority priority() const noexcept { return priority_; }
-  const std::vector<Range>& ranges() const noexcept { return ranges_; }
-  int64_t length() const noexcept { return length_; }  // bytes of all ranges
+  const Range& range() const noexcept { return range_; }
   bool sums_by_caller() const noexcept { return sums_by_caller_; }
   TransferTimes times() const noexcept;
 
@@ -172,13 +170,14 @@ class Transfer {
     std::condition_variable done;
   };
 
-  bool last_one_out() const { return blocks_in_flight_ == 0 && (failure_.has_value() || taken_bytes_ == length_); }
+  bool last_one_out() const {
+    return blocks_in_flight_ == 0 && (failure_.has_value() || taken_bytes_ == range_.length);
+  }
 
   const Operation operation_;
   const Priority priority_;
   const std::string path_;
-  const std::vector<Range> ranges_;
-  const int64_t length_;
+  const Range range_;
   const bool sums_by_caller_;
   const std::string backend_;
   std::atomic<TransferState> state_{TransferState::kQueued};
@@ -210,15 +209,12 @@ class Lane {
   int64_t left_bytes() const noexcept { return left_bytes_; }
 
  private:
-  Volume::Piece next_piece();
-
   std::shared_ptr<Transfer> transfer_;
   std::shared_ptr<const Volume> volume_;
   std::shared_ptr<const PinnedSlab> slab_;
   int member_;
   int64_t left_bytes_ = 0;
-  size_t range_ = 0;      // the one to go on with
-  int64_t position_ = 0;  // in the volume; what lies before it in the range was taken
+  int64_t position_;  // in the volume; what lies before it in the range was taken
 };
 
 }  // namespace infinity::aio

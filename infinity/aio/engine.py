@@ -154,15 +154,13 @@ class IoEngine:
         read (`verify`) and has set the checksums of pages to be written (`File.set_checksums`); otherwise the engine does both.
         Raises ValueError on bounds or alignment.
         """
-        assert all(request.lease.held for request in requests), "a transfer with a lease that was given back"
         slab = self._pool.slab
-        return self._core.start_batch(
-            [
-                (r.operation, r.file, r.offset, slab, r.lease.offset + r.lease_offset, r.length, r.priority)
-                for r in requests
-            ],
-            sums_by_caller=sums_by_caller,
-        )
+        batch = []
+        for r in requests:
+            assert r.lease.held, "a transfer with a lease that was given back"
+            at = r.lease.offset + r.lease_offset
+            batch.append((r.operation, r.file, r.offset, slab, at, r.length, r.priority))
+        return self._core.start_batch(batch, sums_by_caller=sums_by_caller)
 
     def verify(self, request: Request) -> None:
         """Verify the checksums of the pages that a read has brought. Raises IntegrityError as the read would have."""

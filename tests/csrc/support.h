@@ -210,7 +210,7 @@ struct FakeMachine {
 
   Request request(Operation operation, int64_t offset, int64_t slab_offset, int64_t length,
                   Priority priority = Priority::kPrefetch) const {
-    return {operation, std::make_shared<const Volume>(file), slab, {{offset, slab_offset, length}}, priority};
+    return {operation, std::make_shared<const Volume>(file), slab, {offset, slab_offset, length}, priority};
   }
 
   EngineOptions options;

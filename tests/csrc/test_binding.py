@@ -217,29 +217,21 @@ def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
     }
 
 
-def test_ranges_move_each_to_its_place(backend: str, file: File, slab: PinnedSlab) -> None:
+def test_a_batch_moves_each_to_its_place(backend: str, file: File, slab: PinnedSlab) -> None:
     data = np.frombuffer(memoryview(slab), dtype=np.uint8)
     pieces = 100
     data[: pieces * PAGE] = np.random.default_rng(1).integers(0, 256, pieces * PAGE, dtype=np.uint8)
     order = np.random.default_rng(2).permutation(pieces)
-    ranges = np.stack([order * PAGE, np.arange(pieces) * PAGE, np.full(pieces, PAGE)], axis=1)
     with Engine(backend=backend, slab=slab) as engine:
-        engine.start_ranges("write", file, slab, ranges).wait()
+        for write in engine.start_batch(
+            [("write", file, int(to) * PAGE, slab, at * PAGE, PAGE, Priority.DEMAND) for at, to in enumerate(order)]
+        ):
+            write.wait()
         read = start_read(engine, file, 0, slab, MIB, pieces * PAGE)
         read.wait()
     wanted = np.empty((pieces, PAGE), np.uint8)
     wanted[order] = data[: pieces * PAGE].reshape(pieces, PAGE)
     assert (data[MIB : MIB + pieces * PAGE].reshape(pieces, PAGE) == wanted).all()
-
-
-def test_ranges_of_another_shape_are_refused(file: File, slab: PinnedSlab) -> None:
-    with Engine(slab=slab) as engine:
-        for wrong in (np.zeros(3, np.int64), np.zeros((2, 2), np.int64), np.zeros((0, 3), np.int64)):
-            with pytest.raises(ValueError, match="range"):
-                engine.start_ranges("read", file, slab, wrong)
-        with pytest.raises(ValueError, match="inside the slab"):
-            engine.start_ranges("read", file, slab, np.array([[0, slab.nbytes, PAGE]]))
-        assert engine.counters()["read_transfers"] == 0
 
 
 def test_striped_file_is_a_file(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:

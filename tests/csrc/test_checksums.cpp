@@ -53,11 +53,11 @@ struct CheckedMachine {
   }
 
   std::shared_ptr<Transfer> write(int64_t offset, int64_t length) const {
-    return engine->start({Operation::kWrite, file.volume(), slab, {{offset, offset, length}}});
+    return engine->start({Operation::kWrite, file.volume(), slab, {offset, offset, length}});
   }
 
   std::optional<Failure> read(int64_t offset, int64_t length) const {
-    auto transfer = engine->start({Operation::kRead, file.volume(), slab, {{offset, 2 * kMiB + offset, length}}});
+    auto transfer = engine->start({Operation::kRead, file.volume(), slab, {offset, 2 * kMiB + offset, length}});
     return failure_of([&] { transfer->wait(); });
   }
 
@@ -159,7 +159,7 @@ TEST_CASE("who has asked for it verifies what was read, and says what is written
     CheckedMachine machine(name, 2);
     Volume volume(machine.file.descriptor());
     auto move = [&](Operation operation) {
-      Request request{operation, machine.file.volume(), machine.slab, {{8192, 0, 64 * kKiB}}};
+      Request request{operation, machine.file.volume(), machine.slab, {8192, 0, 64 * kKiB}};
       request.sums_by_caller = true;
       machine.engine->start(std::move(request))->wait();
     };
@@ -224,7 +224,7 @@ TEST_CASE("a striped transfer names the file of the wrong page, and where in it"
     options.slab = slab;
     Engine engine(options);
     auto start = [&](Operation operation, int64_t slab_offset) {
-      return engine.start({operation, file.volume(), slab, {{4096, slab_offset, kMiB}}, Priority::kPrefetch});
+      return engine.start({operation, file.volume(), slab, {4096, slab_offset, kMiB}, Priority::kPrefetch});
     };
     fill(*slab, 0, kMiB, 0, 4);
     start(Operation::kWrite, 0)->wait();
@@ -280,7 +280,7 @@ TEST_CASE("what the table holds goes with the file into another process") {
     Intruder(machine.path.get()).flip(12345);
     File again(machine.path.get(), checked(false));
     auto read = [&] {
-      auto transfer = machine.engine->start({Operation::kRead, again.volume(), machine.slab, {{0, 2 * kMiB, kMiB}}});
+      auto transfer = machine.engine->start({Operation::kRead, again.volume(), machine.slab, {0, 2 * kMiB, kMiB}});
       return failure_of([&] { transfer->wait(); });
     };
     CHECK_FALSE(read().has_value());  // nobody knows what the file holds

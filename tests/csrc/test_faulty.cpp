@@ -215,8 +215,8 @@ TEST_CASE("every backend is made to fail the same way") {
     make_worse(options, std::make_shared<WorseDrives>(std::vector<DriveLimit>(), plan));
     Engine engine(options);
     fill(*slab, 0, kMiB, 0, 7);
-    engine.start({Operation::kWrite, file.volume(), slab, {{0, 0, kMiB}}})->wait();
-    engine.start({Operation::kRead, file.volume(), slab, {{0, 2 * kMiB, kMiB}}})->wait();
+    engine.start({Operation::kWrite, file.volume(), slab, {0, 0, kMiB}})->wait();
+    engine.start({Operation::kRead, file.volume(), slab, {0, 2 * kMiB, kMiB}})->wait();
     CHECK(holds(*slab, 2 * kMiB, kMiB, 0, 7));
     CHECK(engine.counters().resubmitted_blocks > 5);
     engine.close();

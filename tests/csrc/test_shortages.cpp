@@ -79,7 +79,7 @@ struct Bench {
   }
 
   std::shared_ptr<Transfer> start(Operation operation) {
-    return engine->start({operation, file.volume(), slab, {{0, 0, 256 * kKiB}}});
+    return engine->start({operation, file.volume(), slab, {0, 0, 256 * kKiB}});
   }
 
   TemporaryPath path;

@@ -34,7 +34,7 @@ struct TwoDrives {
   }
 
   std::shared_ptr<Transfer> start(Operation operation, int64_t offset, int64_t slab_offset, int64_t length) {
-    return engine->start({operation, file.volume(), slab, {{offset, slab_offset, length}}, Priority::kPrefetch});
+    return engine->start({operation, file.volume(), slab, {offset, slab_offset, length}, Priority::kPrefetch});
   }
 
   TemporaryPath fast;
@@ -112,7 +112,7 @@ TEST_CASE("a slow drive takes no place of the others") {
   TwoDrives machine("threads", 0.2);
   auto both = machine.start(Operation::kWrite, 0, 0, 8 * kMiB);
   File alone(machine.fast.get());
-  auto fast = machine.engine->start({Operation::kRead, alone.volume(), machine.slab, {{0, 8 * kMiB, 2 * kMiB}}});
+  auto fast = machine.engine->start({Operation::kRead, alone.volume(), machine.slab, {0, 8 * kMiB, 2 * kMiB}});
   fast->wait();
   CHECK_FALSE(both->done());  // four blocks at a time, and 200 ms each time
   both->wait();
@@ -131,7 +131,7 @@ TEST_CASE("a limited drive keeps to its limit, with one ring or two") {
     options.slab = std::make_shared<const PinnedSlab>(4 * kMiB);
     make_worse(options, std::make_shared<WorseDrives>(std::vector<DriveLimit>{{20e6, 0, path.get()}}));
     Engine engine(options);
-    auto transfer = engine.start({Operation::kWrite, file.volume(), options.slab, {{0, 0, 4 * kMiB}}});
+    auto transfer = engine.start({Operation::kWrite, file.volume(), options.slab, {0, 0, 4 * kMiB}});
     transfer->wait();
     CHECK(transfer->times().done - transfer->times().submitted > 4 * kMiB / 20e6 * 0.9);
   }
