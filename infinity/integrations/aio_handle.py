@@ -1,6 +1,8 @@
 """DeepSpeed's I/O handle on infinity's I/O engine; imports nothing of DeepSpeed.
 
-Owns an engine, and the calls that nobody has waited for. Any thread may use it; the bytes move on the engine's threads.
+A handle owns an engine, and the calls that were not waited for. Locked tensors belong to all handles of the process: a slab
+is freed with the last tensor over it, or the last transfer that holds it. Any thread may use both; the bytes move on the
+engine's threads.
 
 [Note: What goes directly] A call's range of the file is cut at the alignment that the drive requires of direct transfers
 (512 bytes where it says so, else 4096). The part between the first and the last cut goes directly: from the tensor's own
@@ -15,6 +17,7 @@ import errno
 import logging
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,14 @@ import torch
 
 from infinity._aio import Engine, File, PinnedSlab, Priority, Transfer
 from infinity.errors import IoError
-from infinity.integrations.locked_memory import free_locked_tensor, new_locked_tensor, slab_of
 from infinity.units import GIB, MIB, PAGE_BYTES, align_up
 
 log = logging.getLogger("infinity")
 
 _RINGS_MAX, _QUEUE_DEPTH_MAX = 64, 4096  # what the engine takes
+
+_slabs: dict[int, weakref.ref[PinnedSlab]] = {}  # of the locked tensors, by address
+_slabs_lock = threading.RLock()  # a slab may be collected, and forgotten, while this thread holds it
 
 
 class AioHandle:
@@ -180,17 +185,27 @@ class AioHandle:
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A 1-D tensor of `num_elem` zeros of the example's dtype, from which transfers go without a copy.
 
-        Raises MemoryError where the machine hasn't that much.
+        It is page-aligned and locked, in huge pages if the kernel gives them, and registered with CUDA if there is one. Raises
+        MemoryError where the machine hasn't that much.
         """
-        return new_locked_tensor(num_elem, example_tensor.dtype)
+        if num_elem <= 0:
+            raise ValueError(f"a locked tensor needs at least one element, got {num_elem}")
+        nbytes = num_elem * example_tensor.element_size()
+        slab = PinnedSlab(nbytes, lock=True)
+        address = slab.address
+        if torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostRegister(address, slab.nbytes, 1)  # refused: copies are synchronous
+        with _slabs_lock:
+            _slabs[address] = weakref.ref(slab, lambda _: _forget_slab(address))
+        return torch.frombuffer(slab, dtype=torch.uint8)[:nbytes].view(example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Free a tensor of `new_cpu_locked_tensor`, of any handle, with its last view; returns whether it is one."""
-        return free_locked_tensor(tensor)
+        return _forget_slab(tensor.data_ptr())
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether transfers with it need no copy: a view of any handle's locked tensor, or pinned by torch."""
-        return slab_of(buffer) is not None or bool(buffer.is_pinned())
+        return _slab_of(buffer) is not None or bool(buffer.is_pinned())
 
     def _start(self, operation: str, buffer: torch.Tensor, path: str, offset: int, validate: bool = False) -> int:
         call = _Call(self._engine, operation, buffer, path, offset, validate)
@@ -278,7 +293,7 @@ class _Call:
         if self._buffer.device.type == "cpu" and self._buffer.is_contiguous() and address % alignment == 0:
             self._bytes = _bytes_of(self._buffer)
             self._in_tensor = True
-            slab = slab_of(self._buffer)
+            slab = _slab_of(self._buffer)
             if slab is None:
                 page = address // PAGE_BYTES * PAGE_BYTES
                 slab = PinnedSlab.around(page, address - page + self._nbytes - head_bytes)
@@ -296,18 +311,13 @@ class _Call:
         if not edges:
             return
         memory = self._bytes.numpy().data
-        descriptor = os.open(self._path, (os.O_RDONLY if self._reads else os.O_WRONLY) | os.O_CLOEXEC)
-        try:
+        with Path(self._path).open("rb" if self._reads else "r+b", buffering=0) as file:
             for begin, end in edges:
+                file.seek(begin)
                 piece = memory[begin - self._offset : end - self._offset]
-                if self._reads:
-                    moved = os.preadv(descriptor, [piece], begin)
-                else:
-                    moved = os.pwrite(descriptor, piece, begin)
+                moved = file.readinto(piece) if self._reads else file.write(piece)
                 if moved != end - begin:
                     raise self._failure(errno.EIO, f"only {moved} of the {end - begin} bytes at {begin} were moved")
-        finally:
-            os.close(descriptor)
 
     def _check_stored(self) -> None:
         """Raises IoError where the file, read through the page cache, holds other bytes."""
@@ -341,3 +351,27 @@ def _copy_bytes(tensor: torch.Tensor, source: torch.Tensor) -> None:
         packed = torch.empty(tensor.shape, dtype=tensor.dtype)
         _bytes_of(packed).copy_(source)
         tensor.copy_(packed)
+
+
+def _slab_of(tensor: torch.Tensor) -> PinnedSlab | None:
+    """The slab of a locked tensor that holds all bytes between the tensor's first and last element, or None."""
+    if tensor.device.type != "cpu":
+        return None
+    begin = end = tensor.data_ptr()
+    if tensor.numel():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end += (last + 1) * tensor.element_size()
+    with _slabs_lock:
+        for address, reference in _slabs.items():
+            if address <= begin and (slab := reference()) is not None and end <= address + slab.nbytes:
+                return slab
+    return None
+
+
+def _forget_slab(address: int) -> bool:
+    """Forget the slab of a locked tensor; returns whether there was one at this address."""
+    with _slabs_lock:
+        is_ours = _slabs.pop(address, None) is not None
+    if is_ours and torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostUnregister(address)
+    return is_ours

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import pickle
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,13 +32,13 @@ with needs("lightning"):
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, parsing
 from infinity.fsdp2.first_values import init_empty
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
 from infinity.runtime.optimizers import rebind
-from infinity.store.files import open_regular, sync, write_durably
+from infinity.store.files import open_regular, replace_durably
 
 log = logging.getLogger("infinity")
 
@@ -133,7 +132,7 @@ class InfinityStrategy(ModelParallelStrategy):
             "overlap_events": overlap_events,
             "thread_count": thread_count,
         }
-        self.config = _without_none({"zero_optimization": zero, "aio": aio})
+        self.config = {"zero_optimization": zero, "aio": aio}
 
     def close(self) -> None:
         """Free memory and drive space. The model can't be used any more."""
@@ -215,12 +214,9 @@ class InfinityStrategy(ModelParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 raise
             return [], [], False
+        # Lightning makes an optimizer without parameters if configure_optimizers returns None: the config's is used then.
         given = [one for one in optimizers if isinstance(one, torch.optim.Optimizer) and one.param_groups]
-        return (
-            given,
-            schedules,
-            True,
-        )  # without Lightning's own where configure_optimizers returns None: the config's is made
+        return given, schedules, True
 
     def _config_and_autos(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the config with "auto" where the Trainer has a value, the Trainer's values)."""
@@ -341,41 +337,32 @@ def _save_training_state(training_state: dict[str, Any], folder: Path) -> None:
             folder / _TRAINING_STATE,
             _reason(error),
         )
-    written = folder / f".{_TRAINING_STATE}.{secrets.token_hex(8)}"
     try:
-        write_durably(written, content.getvalue())
-        written.replace(folder / _TRAINING_STATE)
-        sync(folder)
+        replace_durably(folder / _TRAINING_STATE, content.getvalue())
     except OSError as error:
         raise CheckpointError(
             f"writing {folder / _TRAINING_STATE} failed ({error.strerror}): free space there"
         ) from None
-    finally:
-        written.unlink(missing_ok=True)
 
 
 def _load_training_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
-    try:
-        with open_regular(folder / _TRAINING_STATE) as file:
-            training_state = torch.load(file, map_location="cpu", weights_only=weights_only)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} is no checkpoint of InfinityStrategy: {_TRAINING_STATE} is missing in it"
-        ) from None
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{folder / _TRAINING_STATE} is damaged, or holds other things than plain values ({_reason(error)}): if you trust "
-            "whoever wrote it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
-        ) from None
-    except Exception as error:  # whatever torch.load makes of arbitrary bytes
-        raise CheckpointError(
-            f"{folder / _TRAINING_STATE} is damaged ({_reason(error)}): load another checkpoint"
-        ) from None
-    if not isinstance(training_state, dict):
-        raise CheckpointError(
-            f"{folder / _TRAINING_STATE} is damaged (it holds something else): load another checkpoint"
-        )
-    return training_state
+    path = folder / _TRAINING_STATE
+    with parsing(f"{path} is damaged", "load another checkpoint"):
+        try:
+            with open_regular(path) as file:
+                training_state = torch.load(file, map_location="cpu", weights_only=weights_only)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder} is no checkpoint of InfinityStrategy: {_TRAINING_STATE} is missing in it"
+            ) from None
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} is damaged, or holds other things than plain values ({_reason(error)}): if you trust who wrote "
+                "it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
+            ) from None
+        if not isinstance(training_state, dict):
+            raise ValueError("it holds something else")
+        return training_state
 
 
 def _reason(error: Exception) -> str:
@@ -403,15 +390,6 @@ class _Sharded:
 def _owners(module: nn.Module) -> frozenset[nn.Module]:
     """The modules in it that have parameters of their own."""
     return frozenset(part for part in module.modules() if any(p is not None for p in part._parameters.values()))
-
-
-def _without_none(block: Mapping[str, Any]) -> dict[str, Any]:
-    """`block` without values that are None, nested blocks included."""
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in block.items()
-        if value is not None
-    }
 
 
 InfinityStrategy.register_strategies(StrategyRegistry)
