@@ -12,7 +12,7 @@ A tensor is forgotten when autograd has let go of it: after its backward, or whe
 is thrown away, an exception). Python may tell so at any moment and on any thread, so it is only noted then; the place is given
 free the next time that something is saved or asked for, or the engine closes.
 
-An exception may end this code itself, at any line. Then nobody knows what is where: `recover` forgets all that was saved so
+An exception may end this code itself, at any line. Then it is unknown what is where: `recover` forgets all that was saved so
 far, and a backward that asks for any of it is refused.
 
 With activation checkpointing a forward saves the inputs of what is checkpointed, and those move. What the recomputation in the
@@ -33,7 +33,7 @@ from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.stores import ActivationStore, ArenaActivationStore, HostActivationStore, Item
+from infinity.activations.stores import ActivationStore, ArenaActivationStore, HostActivationStore
 from infinity.device import HostBuffers, device_for
 from infinity.errors import InfinityError
 from infinity.swap import SwapManager
@@ -44,7 +44,7 @@ class ActivationOptions:
     """Where what a forward saves is kept until its backward."""
 
     device: str
-    """"none" leaves it where it is; "cpu" is host memory, "nvme" the drives on which the model rests."""
+    """"none" leaves it where it is; "cpu" is host memory, "nvme" the drives of the model."""
     bytes_min: int
     """Tensors of fewer bytes stay where they are."""
     host_bytes_max: int | None
@@ -62,7 +62,7 @@ def make_activations(
     device = swap.paging.device if swap is not None else device_for(torch_device)
     if options.device == "cpu" and not device.is_discrete:
         return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
-    store: ActivationStore[Any]
+    store: ActivationStore
     if options.device == "nvme":
         assert swap is not None
         store = ArenaActivationStore(*swap.paging.activation_buffers())
@@ -79,7 +79,7 @@ class _Entry:
     asked for since it came back."""
 
     number: int
-    item: Item
+    item: Any
     shape: torch.Size
     stride: tuple[int, ...]
     handles: int = 0
@@ -102,7 +102,7 @@ class Activations:
     store: where they are kept. bytes_min: smaller tensors stay where they are.
     """
 
-    def __init__(self, store: ActivationStore[Any], *, bytes_min: int) -> None:
+    def __init__(self, store: ActivationStore, *, bytes_min: int) -> None:
         self._store = store
         self._bytes_min = bytes_min
         self._entries: dict[int, _Entry] = {}

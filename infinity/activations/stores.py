@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -27,37 +27,28 @@ from infinity.units import align_up, format_bytes
 log = logging.getLogger("infinity")
 
 
-class Item(Protocol):
-    """One tensor that was put away."""
-
-    nbytes: int
-
-
-_ItemT = TypeVar("_ItemT", bound=Item)
-
-
-class ActivationStore(Protocol[_ItemT]):
-    """Where tensors are put away. All are 1-D, on the device that computes."""
+class ActivationStore(Protocol):
+    """Where tensors are put away. All are 1-D, on the device that computes. Each store has items of its own."""
 
     drive_bytes: tuple[int, int]
     """Bytes (read, written) that this took of drives since the start."""
 
-    def try_put(self, tensor: torch.Tensor) -> _ItemT | None:
+    def try_put(self, tensor: torch.Tensor) -> Any | None:
         """Put a tensor away as the current stream leaves it; the caller may forget it. None where there is no room for it.
 
         Raises StoreError without space on the drives, IoError where a transfer failed.
         """
 
-    def start_fetch(self, items: Iterable[_ItemT]) -> None:
+    def start_fetch(self, items: Iterable[Any]) -> None:
         """These are asked for next, soonest first: start what the store has room for."""
 
-    def fetch(self, item: _ItemT) -> torch.Tensor:
+    def fetch(self, item: Any) -> torch.Tensor:
         """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
 
-    def drop(self, item: _ItemT) -> None:
+    def drop(self, item: Any) -> None:
         """Forget it."""
 
-    def reset(self, items: Iterable[_ItemT]) -> None:
+    def reset(self, items: Iterable[Any]) -> None:
         """Everything is forgotten, `items` and whatever an exception left otherwise."""
 
     def close(self) -> None:
@@ -88,7 +79,13 @@ class HostActivationStore:
     def try_put(self, tensor: torch.Tensor) -> _InHost | None:
         buffer = self._host_memory.try_lend(tensor.numel(), tensor.dtype)
         if buffer is None:
-            self._tell_full()
+            bytes_max = self._host_memory.bytes_max
+            if bytes_max is not None and not self._told:
+                self._told = True
+                log.info(
+                    "saved activations fill their %s of host memory: all others stay where they are",
+                    format_bytes(bytes_max),
+                )
             return None
         return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor), buffer.nbytes)
 
@@ -120,15 +117,6 @@ class HostActivationStore:
         if item.in_flight is None:
             item.copy_event.wait()
             item.in_flight = self._device.start_h2d(item.buffer.tensor)
-
-    def _tell_full(self) -> None:
-        bytes_max = self._host_memory.bytes_max
-        if bytes_max is not None and not self._told:
-            self._told = True
-            log.info(
-                "saved activations fill their %s of host memory: all others stay where they are",
-                format_bytes(bytes_max),
-            )
 
 
 @dataclass(eq=False)
@@ -164,7 +152,14 @@ class ArenaActivationStore:
     def try_put(self, tensor: torch.Tensor) -> _InArena | None:
         nbytes = align_up(tensor.nbytes)
         if nbytes > self._part.nbytes // BUFFER_SHARES:
-            self._tell_too_large(nbytes)
+            if not self._told:
+                self._told = True
+                log.info(
+                    "a saved activation of %s stays on the device: with infinity.offload_activations.buffer_bytes of at least "
+                    "%d it would move",
+                    format_bytes(nbytes),
+                    BUFFER_SHARES * nbytes,
+                )
             return None
         self._sweep()
         item = self._item(tensor, nbytes)
@@ -281,7 +276,7 @@ class ArenaActivationStore:
                 self._end(item)
 
     def _abandon(self, item: _InArena) -> None:
-        """Putting it away failed: nobody will drop it."""
+        """Putting it away failed: no caller will drop it."""
         if item in self._in_hand:
             self.drop(item)
             return
@@ -299,13 +294,3 @@ class ArenaActivationStore:
             self._ending.append(item)
             raise
         self._places.give_back(item.extents)
-
-    def _tell_too_large(self, nbytes: int) -> None:
-        if not self._told:
-            self._told = True
-            log.info(
-                "a saved activation of %s stays on the device: with infinity.offload_activations.buffer_bytes of at least %d "
-                "it would move",
-                format_bytes(nbytes),
-                BUFFER_SHARES * nbytes,
-            )

@@ -115,12 +115,14 @@ class Stepper:
     def _try(self, settings: Settings) -> None:
         try:
             reason = self._reason_against(settings)
+        except MemoryError:
+            raise  # says nothing about the optimizer
         except Exception as error:  # whatever an optimizer of one's own does
             reason = f"a step of it failed ({type(error).__name__}: {error})"
         if reason:
             raise ConfigError(
                 f"optimizer {type(self._like).__name__} can't be paged, where state is stepped piece by piece: {reason}; pass "
-                "another one, or leave parameters and optimizer state off NVMe"
+                "another one, or set the device of offload_param and offload_optimizer to none"
             )
 
     def _reason_against(self, settings: Settings) -> str | None:

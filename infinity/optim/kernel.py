@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,10 @@ class GradPiece:
         numel = self.grad.numel()
         whole = self.start + numel if self.shard_numel is None else self.shard_numel
         return self.grad.data_ptr(), self.offset, numel, self.start, whole, self.key, self.place
+
+
+_Checked = tuple[torch.Tensor | None, Collection[torch.dtype], str, int]
+"""A tensor, the dtypes that it may have, its name, and how many elements it must have."""
 
 
 @dataclass
@@ -107,29 +111,27 @@ def update(
     that do not fit.
     """
     numel = exp_avg.numel()
-    _check([exp_avg, exp_avg_sq], tuple(_MOMENT_DTYPES), "exp_avg and exp_avg_sq", numel)
+    grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
+    expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
+    _check(
+        (exp_avg, _MOMENT_DTYPES, "exp_avg", numel),
+        (exp_avg_sq, _MOMENT_DTYPES, "exp_avg_sq", numel),
+        (master, (torch.float32,), "the master", numel),
+        (compute_param, _COMPUTE_DTYPES if master is not None else (torch.bfloat16,), "the compute parameter", numel),
+        (remainder, _BITS, "the remainder", numel),
+        (staged, (torch.bfloat16,), "what is staged", numel),
+        (sums.pages if sums is not None else None, (torch.uint8,), "pages", expected.size * PAGE_BYTES),
+        *[(piece.grad, _GRAD_DTYPES, "gradients", piece.grad.numel()) for piece in pieces],
+    )
     if exp_avg.dtype is not exp_avg_sq.dtype:
         raise ValueError(f"both moments have one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")
     if (scales is not None) != (exp_avg.dtype is torch.uint8):
         raise ValueError(f"scales are for moments in 8 bits, and these are {exp_avg.dtype}")
     if scales is not None:
-        _check([scales], (torch.float32,), "the scales", 2 * blocks_of(numel))
-    if master is not None and remainder is None:
-        _check([master], (torch.float32,), "the master", numel)
-        if compute_param is not None:
-            _check([compute_param], tuple(_COMPUTE_DTYPES), "the compute parameter", numel)
-    elif master is None and compute_param is not None and remainder is not None:
-        _check_split(compute_param, remainder, numel)
-        if staged is not None:
-            _check([staged], (torch.bfloat16,), "what is staged", numel)
-    else:
+        _check((scales, (torch.float32,), "the scales", 2 * blocks_of(numel)))
+    if (master is None) == (remainder is None) or (master is None and compute_param is None):
         raise ValueError("the master is given in full, or as compute parameter and remainder")
-    expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
-    if sums is not None:
-        _check([sums.pages], (torch.uint8,), "pages", expected.size * PAGE_BYTES)
-    grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
     for piece in pieces:
-        _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
         if piece.grad.dtype is not grad_dtype:
             raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
     addressed = {"scales": scales, "master": master, "copy": compute_param, "remainder": remainder, "staged": staged}
@@ -184,8 +186,9 @@ def split(
     Returns the ties that were rounded up: ascending indices (int32). `join` gives the master back from the three, bit for bit
     but for the payload of a NaN. All are 1-D and contiguous, in host memory, of one length.
     """
-    _check([master], (torch.float32,), "the master", master.numel())
-    _check_split(compute_param, remainder, master.numel())
+    _check(
+        (master, (torch.float32,), "the master", master.numel()), *_of_split(compute_param, remainder, master.numel())
+    )
     ties = _optim.split(
         master=master.data_ptr(),
         numel=master.numel(),
@@ -208,8 +211,8 @@ def join(
 ) -> torch.Tensor:
     """The master (fp32) that `split` made these of, into `out` where it is given."""
     master = torch.empty(compute_param.numel(), dtype=torch.float32) if out is None else out
-    _check([master], (torch.float32,), "out", compute_param.numel())
-    _check_split(compute_param, remainder, compute_param.numel())
+    numel = compute_param.numel()
+    _check((master, (torch.float32,), "out", numel), *_of_split(compute_param, remainder, numel))
     _optim.join(
         copy=compute_param.data_ptr(),
         remainder=remainder.data_ptr(),
@@ -230,8 +233,7 @@ def accumulate(
     Both are 1-D and contiguous, in host memory, of one length. Raises ValueError for others. (torch's own sum of two dtypes
     takes twenty times as long.)
     """
-    _check([sums], (torch.float32,), "sums", sums.numel())
-    _check([grads], tuple(_GRAD_DTYPES), "gradients", sums.numel())
+    _check((sums, (torch.float32,), "sums", sums.numel()), (grads, _GRAD_DTYPES, "gradients", sums.numel()))
     _optim.accumulate(
         grad_dtype=_GRAD_DTYPES[grads.dtype],
         grads=grads.data_ptr(),
@@ -251,8 +253,7 @@ def norms(
     gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory; taken by one of the `threads` (torch's number if
     None). Raises ValueError for others.
     """
-    for gradient in gradients:
-        _check([gradient], tuple(_GRAD_DTYPES), "gradients", gradient.numel())
+    _check(*[(gradient, _GRAD_DTYPES, "gradients", gradient.numel()) for gradient in gradients])
     computed = _optim.norms(
         gradients=[(_GRAD_DTYPES[gradient.dtype], gradient.data_ptr(), gradient.numel()) for gradient in gradients],
         threads=threads or torch.get_num_threads(),
@@ -340,14 +341,22 @@ def _same_steps(settings: AdamSettings, numel: int) -> bool:
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
 
 
-def _check_split(compute_param: torch.Tensor, remainder: torch.Tensor, numel: int) -> None:
-    _check([compute_param], (torch.bfloat16,), "the compute parameter", numel)
-    _check([remainder], _BITS, "the remainder", numel)
+def _of_split(compute_param: torch.Tensor, remainder: torch.Tensor, numel: int) -> tuple[_Checked, ...]:
+    return (compute_param, (torch.bfloat16,), "the compute parameter", numel), (
+        remainder,
+        _BITS,
+        "the remainder",
+        numel,
+    )
 
 
-def _check(tensors: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], named: str, numel: int) -> None:
-    for tensor in tensors:
+def _check(*checked: _Checked) -> None:
+    for tensor, dtypes, named, numel in checked:
+        if tensor is None:
+            continue
         if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"{named} must be 1-D, contiguous and in host memory for the update kernel")
         if tensor.dtype not in dtypes or tensor.numel() != numel:
-            raise ValueError(f"{named} must be {numel} elements of {dtypes}, got {tensor.numel()} of {tensor.dtype}")
+            raise ValueError(
+                f"{named} must be {numel} elements of {(*dtypes,)}, got {tensor.numel()} of {tensor.dtype}"
+            )

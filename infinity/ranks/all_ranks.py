@@ -1,4 +1,4 @@
-"""Ranks that fail together: what goes wrong on one is told to all, so that none waits for it in a collective."""
+"""Ranks that fail together: an error on one is sent to all, so that none waits for it in a collective."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) 
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Around what all ranks of `group` (all there are where None) do, each for itself: calls of no collective.
 
-    A collective at its end. Where the block raises on one rank, that rank's error goes on, and every other rank raises one
+    A collective at its end. If the block raises on one rank, that rank's error propagates, and every other rank raises one
     of the same kind, which names the rank and quotes it.
     """
     try:
@@ -62,12 +62,9 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         raise failure
 
 
-def first_of_ranks(text: str | None) -> str | None:
-    """What the first rank says that says anything. A collective of all ranks."""
-    said: list[str | None] = [text] * dist.get_world_size()
-    if len(said) > 1:
-        dist.all_gather_object(said, text)
-    return next((other for other in said if other is not None), None)
+def first_of_ranks(value: _T | None, group: dist.ProcessGroup | None = None) -> _T | None:
+    """The value of the first rank of `group` (all ranks if None) that has one. A collective."""
+    return next((other for other in from_all_ranks(value, group) if other is not None), None)
 
 
 def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
@@ -75,7 +72,7 @@ def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Excep
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     report = None if error is None else (dist.get_rank(), type(error).__name__, str(error))
-    failed = next((other for other in from_all_ranks(report, group) if other is not None), None)
+    failed = first_of_ranks(report, group)
     return None if failed is None else restated(*failed)
 
 

@@ -8,7 +8,7 @@ others would wait for it until the process group's timeout. So it tells its erro
 collective, and:
 
   1. It waits a little whether all others tell of one in the same pass, after the same number of collectives, and stand where
-     it stands: at the same step, with gradients and values in the same state. An error that came everywhere leaves nobody
+     it stands: at the same step, with gradients and values in the same state. An error that came everywhere leaves no rank
      waiting: each raises its own, and the program may go on.
   2. Else the ranks have parted. The first to know notes its error as the cause, and ends its operations: gloo's by cutting the
      links (infinity/ranks/links.py), NCCL's by `ProcessGroup.abort`. Who waits for it gets an error then, finds the cause,
@@ -213,7 +213,8 @@ class Peers:
             cause = report
         self._cause = cause
         self._end_operations()
-        self._let_hear(report)
+        with _while_the_store_lasts():  # it may end with this process, so all ranks are to know the cause before
+            self._exchange("heard", "")
         consequence = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
         if cause.rank != report.rank and consequence:
             raise cause.as_error() from error
@@ -261,28 +262,22 @@ class Peers:
 
     def _all_failed_alike(self, report: _Report) -> bool:
         """Whether an error ended this pass on all ranks after the same operations, which is waited for a little."""
-        keys = [f"{self._name}/{self._passes}/{rank}" for rank in range(dist.get_world_size())]
-        self._store.set(keys[report.rank], report.to_json())
-        if not self._are_there(keys):
+        stored = self._exchange(str(self._passes), report.to_json())
+        if stored is None:
             return False
-        others = [_Report.of(self._store.get(key)) for key in keys]
+        others = [_Report.of(other) for other in stored]
         return all(other.operations == report.operations and other.standing == report.standing for other in others)
 
-    def _let_hear(self, report: _Report) -> None:
-        """Wait a little until all ranks know the cause, as the store may end with this process."""
-        keys = [f"{self._name}/heard/{rank}" for rank in range(dist.get_world_size())]
-        with _while_the_store_lasts():
-            self._store.set(keys[report.rank], "")
-            self._are_there(keys)
-
-    def _are_there(self, keys: list[str]) -> bool:
-        """Whether the store has all of these, or has them soon."""
+    def _exchange(self, about: str, value: str) -> list[bytes] | None:
+        """The values that all ranks give here, by rank; None if some don't come soon."""
+        keys = [f"{self._name}/{about}/{rank}" for rank in range(dist.get_world_size())]
+        self._store.set(keys[dist.get_rank()], value)
         deadline = time.monotonic() + GRACE_SECONDS
         while not self._store.check(keys):
             if time.monotonic() > deadline:
-                return False
+                return None
             time.sleep(_WAIT_SECONDS)
-        return True
+        return [self._store.get(key) for key in keys]
 
     def _operations(self) -> list[int]:
         return [group._get_sequence_number_for_group() for group in self._groups]  # type: ignore[attr-defined]
@@ -316,7 +311,7 @@ class Peers:
 
 
 def _watch(peers: weakref.ref[Peers], closing: threading.Event) -> None:
-    """The watcher, until `close`, or until nobody holds the peers any more."""
+    """The watcher, until `close`, or until the peers are gone."""
     while not closing.wait(_LOOK_SECONDS):
         watched = peers()
         if watched is None or watched.look():
