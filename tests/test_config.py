@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from infinity.config import AdamConfig, Batch, Config, WarmupCosineLRConfig, WarmupDecayLRConfig, load_config
+from infinity.config.__main__ import render_reference
 from infinity.config.blocks import AioConfig
 from infinity.config.optimizers import WarmupLRConfig
-from infinity.config.reference import render_reference
-from infinity.config.top_level import solve_batch
+from infinity.config.whole import solve_batch
 from infinity.errors import ConfigError
 
 NVME = {"device": "nvme", "nvme_path": "/mnt/nvme"}
@@ -214,7 +214,8 @@ def test_deprecated_cpu_offload_against_another_device_is_refused() -> None:
 
 
 def test_null_is_the_same_as_nothing() -> None:
-    assert load_config({"train_batch_size": None, "zero_optimization": {"offload_param": None}}) == Config()
+    zero = {"offload_param": None, "overlap_comm": None}
+    assert load_config({"train_batch_size": None, "amp": None, "zero_optimization": zero}) == Config()
 
 
 def test_infinite_steps_per_print_prints_never(tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 What each key means, which values it may take and how "auto" is filled. Runs once, at start, on the caller's thread; touches
 nothing but the config file. `python -m infinity.config` prints the reference (docs/config.md).
 
-From the bottom: `rules` (what a value may be) ← `blocks`, `infinity_block`, `monitors`, `optimizers` (the models) ←
-`top_level` (the keys of all of it) ← `known` (every key by its path), `check` (values to a config) ← `whole` (the config:
-which values contradict each other, and how "auto" is filled) ← `read`, `reference`.
+From the bottom: `rules` (what a value may be) ← `blocks`, `infinity_block`, `optimizers` (the models) ← `whole`
+(the config: which values contradict each other, and how "auto" is filled) ← `read`, `__main__`.
 """
 
 from infinity.config.blocks import FlopsProfilerConfig, Fp16Config, ZeroConfig
@@ -20,8 +19,7 @@ from infinity.config.optimizers import (
 )
 from infinity.config.read import load_config
 from infinity.config.rules import WarmupType
-from infinity.config.top_level import Batch
-from infinity.config.whole import Config
+from infinity.config.whole import Batch, Config
 
 __all__ = [
     "AdamConfig",

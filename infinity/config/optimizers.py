@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from infinity.config.blocks import Block, key
-from infinity.config.rules import (
-    BETAS,
-    AdjustLrFn,
-    Amount,
-    Beta,
-    Count,
-    Flag,
-    Positive,
-    Rates,
-    WarmupType,
-    choice,
-    names_of,
-)
+from infinity.config.rules import AdjustLrFn, Amount, Beta, Betas, Count, Flag, Positive, Rates, WarmupType, names_of
 
 
 class AdamConfig(Block):
@@ -32,9 +20,7 @@ class AdamConfig(Block):
         "AdamW", "AdamW decouples weight decay from the gradient (Loshchilov and Hutter, 2019); Adam does not."
     )
     lr: Amount = key(1e-3, "Learning rate, where no scheduler sets it.")
-    betas: Annotated[tuple[float, float], BETAS] = key(
-        (0.9, 0.999), "Decay of the running means of gradient and squared gradient."
-    )
+    betas: Betas = key((0.9, 0.999), "Decay of the running means of gradient and squared gradient.")
     eps: Amount = key(1e-8, "Added to the denominator.")
     weight_decay: Amount = key(
         0.0,
@@ -71,17 +57,6 @@ class SGDConfig(Block):
     fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {"maximize": (False, "losses are minimised")}
 
 
-AdjustLr = Annotated[
-    AdjustLrFn,
-    choice(AdjustLrFn),
-    key(
-        ...,
-        "How the learning rate follows a matrix's shape: as Jordan (2024) has it, or so that updates are as large as AdamW's "
-        "(Liu et al., 2025).",
-    ),
-]
-
-
 class MuonConfig(Block):
     """Muon for matrices, AdamW for the rest, in memory or on NVMe. Needs torch 2.9.
 
@@ -100,11 +75,13 @@ class MuonConfig(Block):
     momentum: Amount = key(0.95, "Decay of the running mean of a matrix's gradient.")
     nesterov: Flag = key(True, "Whether the momentum looks ahead.")
     ns_steps: Positive = key(5, "Newton-Schulz iterations; fewer than 100.")
-    adjust_lr_fn: AdjustLr = "original"
-    weight_decay: Amount = key(0.1, "Per unit of learning rate, of both.", in_deepspeed="0 unless set.")
-    betas: Annotated[tuple[float, float], BETAS] = key(
-        (0.9, 0.999), "AdamW's, of the rest.", in_deepspeed="0.9 and 0.95 unless set."
+    adjust_lr_fn: AdjustLrFn = key(
+        "original",
+        "How the learning rate follows a matrix's shape: as Jordan (2024) has it, or so that updates are as large as AdamW's "
+        "(Liu et al., 2025).",
     )
+    weight_decay: Amount = key(0.1, "Per unit of learning rate, of both.", in_deepspeed="0 unless set.")
+    betas: Betas = key((0.9, 0.999), "AdamW's, of the rest.", in_deepspeed="0.9 and 0.95 unless set.")
     eps: Amount = key(1e-8, "AdamW's, of the rest.", in_deepspeed="1e-10 unless set.")
 
     ignored_keys = names_of("torch_adam fused foreach")
@@ -118,22 +95,24 @@ OPTIMIZERS: dict[str, type[Block]] = {"AdamW": AdamConfig, "Adam": AdamConfig, "
 class SchedulerBlock(Block):
     """A learning-rate schedule, `{"type": ..., "params": {...}}` in the source; steps are optimizer steps."""
 
+    type: str
     required_keys: ClassVar[tuple[str, ...]] = ()
     ignored_keys = names_of("last_batch_iteration")
 
 
-# What several schedules take alike.
-WarmupRates = Annotated[Rates, key(..., 'Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.')]
-WarmupSteps = Annotated[
-    Count,
-    key(..., "Optimizer steps of the warmup; fewer than 2 count as 2.", unit="steps", in_deepspeed="0 is an error."),
-]
-WarmupShape = Annotated[
-    WarmupType, choice(WarmupType), key(..., "Shape of the warmup: logarithmic or linear in the step.")
-]
+class WarmupBlock(SchedulerBlock):
+    """A schedule that begins with a warmup."""
+
+    warmup_num_steps: Count = key(
+        1000,
+        "Optimizer steps of the warmup; fewer than 2 count as 2.",
+        unit="steps",
+        in_deepspeed="0 is an error.",
+    )
+    warmup_type: WarmupType = key("log", "Shape of the warmup: logarithmic or linear in the step.")
 
 
-class WarmupLRConfig(SchedulerBlock):
+class WarmupLRConfig(WarmupBlock):
     """From `warmup_min_lr` up to `warmup_max_lr`, then constant."""
 
     type: Literal["WarmupLR"] = key("WarmupLR", "Names this schedule.")
@@ -141,24 +120,20 @@ class WarmupLRConfig(SchedulerBlock):
     warmup_max_lr: Rates | None = key(
         None, 'Learning rate after the warmup; the optimizer\'s `lr` where absent or "auto".'
     )
-    warmup_num_steps: WarmupSteps = 1000
-    warmup_type: WarmupShape = "log"
 
 
-class WarmupDecayLRConfig(SchedulerBlock):
+class WarmupDecayLRConfig(WarmupBlock):
     """As WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
 
     type: Literal["WarmupDecayLR"] = key("WarmupDecayLR", "Names this schedule.")
     total_num_steps: Positive | None = key(None, "Optimizer steps of the whole training; required.", unit="steps")
     warmup_min_lr: Rates = key(0.0, "Learning rate at the start and at the end.")
-    warmup_max_lr: WarmupRates = 1e-3
-    warmup_num_steps: WarmupSteps = 1000
-    warmup_type: WarmupShape = "log"
+    warmup_max_lr: Rates = key(1e-3, 'Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.')
 
     required_keys = ("total_num_steps",)
 
 
-class WarmupCosineLRConfig(SchedulerBlock):
+class WarmupCosineLRConfig(WarmupBlock):
     """A share of the optimizer's `lr`: from `warmup_min_ratio` up to 1, then along half a cosine to `cos_min_ratio`."""
 
     type: Literal["WarmupCosineLR"] = key("WarmupCosineLR", "Names this schedule.")
@@ -169,9 +144,7 @@ class WarmupCosineLRConfig(SchedulerBlock):
         in_deepspeed="After it the cosine rises again; here the rate stays.",
     )
     warmup_min_ratio: Amount = key(0.0, "Share of the optimizer's `lr` at the start of the warmup.")
-    warmup_num_steps: WarmupSteps = 1000
     cos_min_ratio: Amount = key(1e-4, "Share of the optimizer's `lr` at the end.")
-    warmup_type: WarmupShape = "log"
 
     required_keys = ("total_num_steps",)
 

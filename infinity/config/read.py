@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from infinity.config.blocks import Block, ZeroConfig
-from infinity.config.check import validated
-from infinity.config.known import NESTED, explain_unknown
 from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
-from infinity.config.rules import FLAG, config_error, join, one_of, shown
-from infinity.config.whole import Config
+from infinity.config.rules import Flag, config_error, join, shown
+from infinity.config.whole import NESTED, Config, known_paths, validated
 from infinity.errors import ConfigError
 
 
@@ -104,7 +105,7 @@ def _find_repeated(value: Any, where: str = "") -> Iterator[str]:
 def _read_config(source: Mapping[str, Any], origin: str) -> Config:
     reader = _Reader()
     values = reader.read_block(source, Config)
-    config = validated(Config, values, origin, auto=reader.auto, written=reader.written, problems=reader.problems)
+    config = validated(values, origin, auto=reader.auto, written=reader.written, problems=reader.problems)
     config._ignored, config._auto = tuple(reader.ignored), tuple(reader.auto)
     return config
 
@@ -131,18 +132,17 @@ class _Reader:
                 continue
             name = model.old_names.get(written, written)
             path = join(where, name)
-            if name in model.ignored_keys:
+            known = {*model.model_fields, *model.ignored_keys, *model.fixed_keys, *model.feature_keys}
+            if name not in known or name == "type":  # the type is a neighbour of params
+                self.problems.append(_explain_unknown(written, where))
+            elif value is None:
+                continue  # null is the same as leaving the key out
+            elif name in model.ignored_keys:
                 self.ignored.append(path)
             elif name in model.fixed_keys:
                 self._check_fixed(value, path, *model.fixed_keys[name])
-            elif model is Config and name in Config.feature_keys:
+            elif name in model.feature_keys:
                 self._check_feature(value, path)
-            elif name not in model.model_fields or (
-                name == "type" and where in ("optimizer.params", "scheduler.params")
-            ):
-                self.problems.append(explain_unknown(written, where))
-            elif value is None:
-                continue  # null is the same as leaving the key out
             elif path in self.written:
                 self.problems.append(f"{join(where, written)}: given already as {self.written[path]}, keep one")
             else:
@@ -154,7 +154,7 @@ class _Reader:
         nested = NESTED.get(path)
         if isinstance(value, str) and value == "auto":
             self.auto.append(f"{path}.enabled" if nested and "enabled" in nested.model_fields else path)
-        elif nested is not None and not isinstance(value, Mapping):
+        elif (nested is not None or path in _TYPED) and not isinstance(value, Mapping):
             self.problems.append(f"{self.written[path]}: got {shown(value)}, expected an object")
         elif nested is not None:
             values[name] = self.read_block(value, nested, path)
@@ -163,27 +163,24 @@ class _Reader:
         else:
             values[name] = value
 
-    def _take_typed(self, values: dict[str, Any], where: str, source: Any) -> None:
+    def _take_typed(self, values: dict[str, Any], where: str, source: Mapping[Any, Any]) -> None:
         """The optimizer or the scheduler, `{"type": ..., "params": {...}}`."""
-        if not isinstance(source, Mapping):
-            self.problems.append(f"{where}: got {shown(source)}, expected an object")
-            return
         for key in source:
             if key == "legacy_fusion" and where == "optimizer":
                 self.ignored.append(f"{where}.{key}")
             elif key not in ("type", "params"):
-                self.problems.append(explain_unknown(str(key), where))
+                self.problems.append(_explain_unknown(str(key), where))
         params = source.get("params")
         if params is not None and not isinstance(params, Mapping) and params != "auto":
             self.problems.append(f"{where}.params: got {shown(params)}, expected an object")
         copied = dict(params) if isinstance(params, Mapping) else {}
-        kind, rule = source.get("type"), one_of(_TYPED[where])
-        try:
-            kind = rule.read(next(iter(_TYPED[where])) if kind == "auto" else kind)
-        except ValueError:
-            got = "missing" if kind is None else f"got {shown(kind)}"
-            advice = _OTHER_OPTIMIZERS if where == "optimizer" and kind is not None else ""
-            self.problems.append(f"{where}.type: {got}, expected {rule.wanted}{advice}")
+        written, kinds = source.get("type"), _TYPED[where]
+        by_name = {"auto": next(iter(kinds)), **{name.lower(): name for name in kinds}}
+        kind = by_name.get(written.lower()) if isinstance(written, str) else None
+        if kind is None:
+            got = "missing" if written is None else f"got {shown(written)}"
+            advice = _OTHER_OPTIMIZERS if where == "optimizer" and written is not None else ""
+            self.problems.append(f"{where}.type: {got}, expected one of {', '.join(kinds)}{advice}")
             return
         is_adam = kind in ("AdamW", "Adam")
         decoupled = is_adam and self._pop_flag(copied, "adam_w_mode", f"{where}.params.adam_w_mode", default=True)
@@ -228,15 +225,13 @@ class _Reader:
         if value is None or value == "auto":
             return default
         try:
-            return bool(FLAG.read(value))
-        except ValueError:
+            return _FLAG.validate_python(value)
+        except ValidationError:
             self.problems.append(f"{path}: got {shown(value)}, expected true or false")
             return default
 
     def _check_fixed(self, value: Any, path: str, wanted: bool | str, reason: str) -> None:
-        if value not in (None, "auto") and (
-            not isinstance(value, (bool, str)) or str(value).lower() != str(wanted).lower()
-        ):
+        if value != "auto" and (not isinstance(value, (bool, str)) or str(value).lower() != str(wanted).lower()):
             self.problems.append(f"{path}: got {shown(value)}, expected {str(wanted).lower()}: {reason}")
 
     def _check_feature(self, value: Any, path: str) -> None:
@@ -254,6 +249,8 @@ class _Reader:
 _TYPED: dict[str, Mapping[str, type[Block]]] = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 """What each type is read as; the first one is "auto"."""
 
+_FLAG = TypeAdapter[bool](Flag)
+
 _OTHER_OPTIMIZERS = "; leave the block out and pass another to initialize, as optimizer=lambda groups: ..."
 
 
@@ -266,3 +263,24 @@ def _is_on(value: Any) -> bool:
     if isinstance(value, str):
         return value.lower() == "true"
     return value is True or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 1)
+
+
+_OTHER_NAMES = {"max_grad_norm": "gradient_clipping", "learning_rate": "lr", "max_lr": "warmup_max_lr"}
+"""Names that other tools have for some keys, for the error that suggests the key."""
+
+
+def _explain_unknown(written: str, where: str) -> str:
+    """The error line for a key that exists nowhere, or not here, with the nearest name that does."""
+    path = join(where, written)
+    paths = known_paths()
+    if path in paths:
+        return f"{path}: unknown key for this type, remove it"
+    elsewhere = [other for other in paths if other.rpartition(".")[2] == _OTHER_NAMES.get(written, written)]
+    if 1 <= len(elsewhere) <= 2:
+        return f"{path}: unknown key here, it belongs at {' or '.join(elsewhere)}"
+    here = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == where}
+    anywhere = {other.rpartition(".")[2]: other for other in reversed(paths)}
+    for names in (here, anywhere):
+        if near := difflib.get_close_matches(written, names, n=1, cutoff=0.6):
+            return f"{path}: unknown key, did you mean {names[near[0]]}?"
+    return f"{path}: unknown key, remove it"

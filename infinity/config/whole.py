@@ -1,29 +1,198 @@
-"""The whole config: its keys, the contradictions among them, and how they are resolved."""
+"""The whole config: its keys, the contradictions among them, and how "auto" and the batch sizes are resolved."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from infinity.config.check import validated
-from infinity.config.known import NESTED, known_paths
-from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
-from infinity.config.rules import config_error
-from infinity.config.top_level import TopLevel, solve_batch
+from infinity.config.blocks import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    Bf16Config,
+    Block,
+    CometConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    Fp16Config,
+    TensorboardConfig,
+    WandbConfig,
+    ZeroConfig,
+    key,
+)
+from infinity.config.infinity_block import InfinityConfig
+from infinity.config.optimizers import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    OneCycleConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SGDConfig,
+)
+from infinity.config.rules import Amount, Flag, Interval, Positive, config_error, join, names_of, shown
 from infinity.errors import ConfigError
 
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-class Config(TopLevel):
+
+class Batch(NamedTuple):
+    """A solved batch: `train` = `micro` · `accumulation` · world size, all in samples but `accumulation` (passes)."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class Config(Block):
     """The whole config. A block that the source leaves out holds its defaults; `optimizer` and `scheduler` are None.
 
     `communication_data_type`, fp32 or bf16, is read as `infinity.reduce_dtype`; fp16, in which a sum could overflow, is
     ignored.
     """
+
+    train_batch_size: Positive | None = key(None, "Samples per optimizer step over all ranks.", unit="samples")
+    train_micro_batch_size_per_gpu: Positive | None = key(
+        None, "Samples per forward and backward pass on one rank.", unit="samples"
+    )
+    gradient_accumulation_steps: Positive | None = key(
+        None, "Micro-batches per optimizer step, each a forward and a backward.", unit="micro-batches"
+    )
+    gradient_clipping: Amount = key(
+        1.0,
+        "Largest norm of the whole gradient; 0 does not clip.",
+        unit="norm",
+        in_deepspeed="0 unless set, before 0.19.8.",
+    )
+    steps_per_print: Interval = key(
+        10,
+        "Optimizer steps between two progress lines; 0 (or Infinity) prints none.",
+        unit="steps",
+        in_deepspeed="Prints none unless set, by a logger of its own; here by the logger named infinity, at level INFO.",
+    )
+    wall_clock_breakdown: Flag = key(
+        False,
+        "Whether to print the milliseconds of forward, backward and step, of every micro-batch and of every step. Waits "
+        "for the device around each.",
+        in_deepspeed="Prints the parts of backward too.",
+    )
+    dump_state: Flag = key(
+        False,
+        "Whether to print the whole config, as it was understood, at the start.",
+        in_deepspeed="Prints the state of its engine.",
+    )
+    dataloader_drop_last: Flag = key(
+        False,
+        "Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full.",
+    )
+    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = key(
+        None,
+        "The optimizer; the caller brings one when absent. Without either, a model can be run, not trained.",
+    )
+    scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = key(
+        None, "The learning-rate schedule; constant, or the caller's, when absent."
+    )
+    zero_optimization: ZeroConfig = key(ZeroConfig(), "What is sharded over the ranks, and where it is stored.")
+    aio: AioConfig = key(AioConfig(), "How transfers are cut and queued.")
+    infinity: InfinityConfig = key(InfinityConfig(), "Settings that DeepSpeed does not have.")
+    bf16: Bf16Config = key(Bf16Config(), "Training in bf16.")
+    fp16: Fp16Config = key(Fp16Config(), "Training in fp16.")
+    activation_checkpointing: ActivationCheckpointingConfig = key(
+        ActivationCheckpointingConfig(), "What happens to saved activations."
+    )
+    flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig(), "A count of floating-point operations.")
+    tensorboard: TensorboardConfig = key(TensorboardConfig(), "Figures of every step for TensorBoard.")
+    csv_monitor: CsvMonitorConfig = key(CsvMonitorConfig(), "Figures of every step as text.")
+    wandb: WandbConfig = key(WandbConfig(), "Figures of every step at Weights & Biases.")
+    comet: CometConfig = key(CometConfig(), "Figures of steps at Comet.")
+
+    ignored_keys = names_of(
+        """
+        aot autotuning checkpoint comms_logger compile
+        data_parallel_size data_types datastates_ckpt disable_allgather disable_python_gc eigenvalue
+        fp32_allreduce gradient_predivide_factor graph_harvesting hybrid_engine inference log_level memory_breakdown
+        mesh_param nebula pipeline prescale_gradients seq_parallel_communication_data_type
+        sparse_attention sparse_gradients timers use_data_before_expert_parallelism
+        use_node_local_storage vocabulary_size weight_quantization zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer
+        """
+    )
+    old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+    fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {
+        "gradient_allreduce_op": ("mean", "gradients are averaged over the ranks"),
+        "managed_gradient_accumulation": (True, "the engine counts the backwards of a step"),
+    }
+
+    feature_keys = names_of(
+        """
+        amp compression_training curriculum_learning data_efficiency elasticity expert_parallel
+        progressive_layer_drop quantize_training sequence_parallel_size tensor_parallel torch_autocast
+        """
+    )
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _auto: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Dotted names of the keys in the source that exist in DeepSpeed and mean nothing here, in source order."""
+        return self._ignored
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """Dotted names of the values that the source leaves to `resolve` by writing "auto"; empty once resolved."""
+        return self._auto
+
+    @property
+    def batch(self) -> Batch:
+        """The three batch sizes as plain integers. Raises ConfigError before `resolve` has solved them."""
+        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        accumulation = self.gradient_accumulation_steps
+        if train is None or micro is None or accumulation is None:
+            raise ConfigError("config: the batch sizes are not solved yet; call Config.resolve(world_size=...) first")
+        return Batch(train, micro, accumulation)
+
+    @property
+    def micro_batches_at_once(self) -> int:
+        """How many micro-batches of a step take turns in the vertical schedule. Raises ConfigError as `batch`."""
+        asked = self.infinity.micro_batches_at_once
+        return self.batch.accumulation if asked == "auto" else asked
+
+    @property
+    def passes(self) -> int:
+        """Forwards, and backwards, that a step may have. Raises ConfigError as `batch`."""
+        at_once = self.micro_batches_at_once if self.infinity.schedule == "vertical" else 1
+        return self.batch.accumulation // at_once
+
+    @property
+    def offloads(self) -> bool:
+        """True if parameters or optimizer state are kept in host memory or on drives, from where infinity pages them."""
+        zero = self.zero_optimization
+        return {zero.offload_param.device, zero.offload_optimizer.device} != {"none"}
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether parameters or optimizer state rest on drives."""
+        zero = self.zero_optimization
+        return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """Folders on the drives where parameters or optimizer state rest; empty where neither does, and where all that rests on
+        NVMe is to be in files of the user."""
+        zero = self.zero_optimization
+        for block in (zero.offload_param, zero.offload_optimizer):
+            if block.device == "nvme" and block.nvme_path is not None:
+                return (block.nvme_path,) if isinstance(block.nvme_path, str) else block.nvme_path
+        return ()
+
+    @property
+    def io_rings(self) -> int:
+        """Ring threads to start: the larger of `infinity.rings` and `aio.intra_op_parallelism`."""
+        return max(self.infinity.rings, self.aio.intra_op_parallelism)
 
     def resolve(self, *, world_size: int, hidden_size: int | None = None, **caller: Any) -> Config:
         """A copy with the batch sizes solved and every "auto" filled.
@@ -38,9 +207,19 @@ class Config(TopLevel):
         _check_resolve_arguments(world_size, hidden_size, caller)
         values = self.model_dump(exclude_unset=True)
         _fill_autos(values, self.auto, hidden_size, caller)
-        values |= _solve_from_values(values, self.auto, world_size, caller)
-        config = validated(Config, values, "config")
+        config = validated(values, "config")
+        batch = solve_batch(*(getattr(config, name) for name in _BATCH_SIZES), world_size=world_size)
+        config = config.model_copy(update=dict(zip(_BATCH_SIZES, batch, strict=True)))
         config._ignored = self.ignored
+        if (parts := config.infinity.micro_batches) > 1 and batch.accumulation > 1:
+            problem = (
+                f"infinity.micro_batches: got {parts} with gradient_accumulation_steps {batch.accumulation}, but it splits the "
+                "batch of a whole step; set one of the two to 1"
+            )
+            raise config_error("config", [problem])
+        if batch.accumulation % (at_once := config.micro_batches_at_once):
+            problem = f"infinity.micro_batches_at_once: got {at_once}, expected a divisor of the {batch.accumulation}"
+            raise config_error("config", [f"{problem} micro-batches of a step"])
         zero = config.zero_optimization
         ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
         if world_size % ranks:
@@ -91,12 +270,14 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
         yield from _find_durability_contradictions(config)
     if config.infinity.checkpoint_format == "arena" and config.uses_nvme and not config.nvme_paths:
         yield 'infinity.checkpoint_format: got "arena" without a place on NVMe; set zero_optimization.offload_param.nvme_path'
-    elif config.infinity.checkpoint_format == "arena" and not config.uses_nvme:
+    elif config.infinity.checkpoint_format == "arena" and not config.offloads:
         yield (
-            'infinity.checkpoint_format: got "arena" while nothing rests on NVMe, where its bytes would come from; set '
-            "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
+            'infinity.checkpoint_format: got "arena" while nothing is offloaded, of which it is a copy; set '
+            "zero_optimization.offload_param.device or offload_optimizer.device to nvme or cpu, or leave it out"
         )
     yield from _find_activation_contradictions(config)
+    if config.infinity.micro_batches > 1 and config.infinity.schedule == "horizontal":
+        yield 'infinity.micro_batches: got more than 1 with infinity.schedule "horizontal"; set that to "auto"'
     if config.infinity.keep_grad and config.infinity.gradient_bytes_max != "auto":
         yield (
             f"infinity.keep_grad: got true with infinity.gradient_bytes_max {config.infinity.gradient_bytes_max}, beyond which "
@@ -152,6 +333,76 @@ def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[s
             yield "scheduler.params.decay_step_size: got 0 together with a decay rate, expected at least 1"
 
 
+def validated(
+    values: dict[str, Any],
+    origin: str,
+    *,
+    auto: Sequence[str] = (),
+    written: Mapping[str, str] | None = None,
+    problems: Sequence[str] = (),
+) -> Config:
+    """The config with these values. Raises ConfigError with `problems` and all that is wrong with the values."""
+    lines = list(problems)
+    try:
+        config = Config.model_validate(values, context={"auto": frozenset(auto)})
+    except ValidationError as error:
+        lines += _explain(error, written or {})
+    if lines:
+        raise config_error(origin, lines)
+    return config
+
+
+def _explain(error: ValidationError, written: Mapping[str, str]) -> list[str]:
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        kind, context = problem["type"], problem.get("ctx", {})
+        if kind == "contradiction":
+            lines += str(context["lines"]).split("\n")
+            continue
+        path = _source_path([str(part) for part in problem["loc"]])
+        wanted = f"expected {context['wanted']}" if kind == "unwanted" else problem["msg"]
+        lines.append(f"{written.get(path, path)}: got {shown(problem['input'])}, {wanted}")
+    return lines
+
+
+def _source_path(location: list[str]) -> str:
+    """The dotted path in the source of a model's field: optimizer and scheduler keep all but their type in `params`."""
+    if location[0] in ("optimizer", "scheduler"):
+        location = [location[0], "params", *location[2:]]  # pydantic has the type in the second place
+    return ".".join(location)
+
+
+@functools.cache
+def known_paths() -> tuple[str, ...]:
+    """Dotted paths of every key that is accepted, those of the models first."""
+    fields: list[str] = []
+    others: list[str] = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
+    others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion", "communication_data_type"]
+    others += [
+        f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+    ]
+    blocks: list[tuple[str, type[Block]]] = [("", Config), *NESTED.items()]
+    blocks += [("optimizer.params", model) for model in OPTIMIZERS.values()]
+    blocks += [("scheduler.params", model) for model in SCHEDULERS.values()]
+    for where, model in blocks:
+        fields += [join(where, name) for name in model.model_fields if name != "type"]
+        others += [join(where, name) for name in (*sorted(model.ignored_keys), *model.old_names, *model.fixed_keys)]
+    others += sorted(Config.feature_keys)
+    return tuple(dict.fromkeys((*fields, *others)))
+
+
+def _find_nested(model: type[Block], where: str) -> Iterator[tuple[str, type[Block]]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
+            path = join(where, name)
+            yield path, field.annotation
+            yield from _find_nested(field.annotation, path)
+
+
+NESTED: dict[str, type[Block]] = dict(_find_nested(Config, ""))
+"""The blocks in which keys lie, by their dotted paths; all but optimizer and scheduler, whose keys depend on the type."""
+
+
 def _check_resolve_arguments(world_size: int, hidden_size: int | None, caller: Mapping[str, Any]) -> None:
     for name, value in (("world_size", world_size), ("hidden_size", hidden_size)):
         if value is not None and value < 1:
@@ -201,6 +452,9 @@ def _fill_autos(
             _put(values, path, value)
     if caller.get("gradient_clipping") is not None:  # a trainer that clips does so where the config doesn't say
         values.setdefault("gradient_clipping", caller["gradient_clipping"])
+    for name in _BATCH_SIZES:  # two sizes give the third, in any trainer
+        if caller.get(name) is not None and sum(values.get(size) is not None for size in _BATCH_SIZES) < 2:
+            values.setdefault(name, caller[name])
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
@@ -210,16 +464,34 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
     values[leaf] = value
 
 
-def _solve_from_values(
-    values: Mapping[str, Any], auto: Sequence[str], world_size: int, caller: Mapping[str, Any]
-) -> dict[str, int]:
-    """The solved batch sizes by name. The caller's count where fewer than two are known."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    checked = validated(TopLevel, {name: values[name] for name in names if name in values}, "config")
-    sizes: list[int | None] = [getattr(checked, name) for name in names]
-    for index, name in enumerate(names):
-        known = sum(size is not None for size in sizes)
-        if sizes[index] is None and name not in auto and known < 2 and caller.get(name) is not None:
-            sizes[index] = getattr(validated(TopLevel, {name: caller[name]}, "config"), name)
-    batch = solve_batch(sizes[0], sizes[1], sizes[2], world_size=world_size)
-    return dict(zip(names, batch, strict=True))
+def solve_batch(train: int | None, micro: int | None, accumulation: int | None, *, world_size: int) -> Batch:
+    """The three batch sizes from the known ones: `train` = `micro` · `accumulation` · `world_size`.
+
+    Two give the third. With `train` alone one pass is accumulated; otherwise missing sizes are 1.
+    Raises ConfigError, showing the product, when they contradict each other.
+    """
+    derived = [
+        name
+        for name, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", accumulation))
+        if value is None
+    ]
+    if train is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return Batch(micro * accumulation * world_size, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = max(1, train // (accumulation * world_size))
+    elif accumulation is None:
+        accumulation = max(1, train // (micro * world_size))
+    product = micro * accumulation * world_size
+    if product != train:
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        raise config_error(
+            "config",
+            [
+                f"train_batch_size: got {train}, expected {' · '.join(names)} · world size = "
+                f"{micro} · {accumulation} · {world_size} = {product}"
+                + (f" ({' and '.join(derived)} derived, rounded down)" if derived else "")
+            ],
+        )
+    return Batch(train, micro, accumulation)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import Config
-from infinity.config.monitors import CometConfig, FileMonitorConfig, WandbConfig
+from infinity.config.blocks import CometConfig, FileMonitorConfig, WandbConfig
 from infinity.config.rules import config_error
 from infinity.errors import ConfigError, in_words
 from infinity.runtime.observe import EngineStats
@@ -140,7 +140,7 @@ def events_of_step(
 ) -> list[Event]:
     """The events of the step that ended with so many `samples`; what is None has none.
 
-    losses: those of its micro-batches, whose sum is the step's. moves: whether anything rests on NVMe.
+    losses: those of its micro-batches, whose sum is the step's. moves: whether the model is paged.
     """
     figures = {
         "train_loss": sum(map(float, losses)) if losses else None,

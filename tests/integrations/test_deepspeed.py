@@ -21,8 +21,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: tools/test_integration.sh deepspeed")
 
 from infinity.config import Config
-from infinity.config.known import NESTED
 from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
+from infinity.config.whole import NESTED
 from infinity.integrations import deepspeed as ours
 from infinity.integrations.aio_handle import AioHandle
 
