@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -35,10 +34,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.checkpoint.checks import check_same_model, refusing, verify
+from infinity.checkpoint.checks import check_same_model, failing_as, refusing, verify
 from infinity.checkpoint.commits import order_of_groups, record_of
-from infinity.checkpoint.draft import Draft, check_space, draft_of, failing_as, manifest_of
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.draft import Draft, manifest_of
+from infinity.checkpoint.manifest import Manifest, stored_file
 from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.stored_arena import RankState, StoredArena, arena_name, check_record, prove, record_name
 from infinity.checkpoint.training_state import encode
@@ -71,7 +70,6 @@ class Saving:
     def __init__(
         self, draft: Draft, manifest: Manifest, record: StoredFile, copying: Copying | None, keep: int
     ) -> None:
-        self.task = draft.task
         self._draft, self._keep = draft, keep
         self._manifest = manifest
         self._record = record
@@ -101,16 +99,11 @@ class Saving:
             raise self._failure
         if self._ended:
             return
-        self._end()
-        try:
-            with raise_on_all_ranks(), failing_as(self.task):
+        with self._ending():
+            with raise_on_all_ranks(), failing_as(self._draft.task):
                 files = self._files()
             prove_this_rank = partial(prove, self._draft.folder, [self._rank])
             self._draft.complete_on_all_ranks(self._manifest, files, prove_this_rank, self._keep)
-        except BaseException:
-            self._stop()
-            self._draft.discard()
-            raise
 
     def finish_alone(self) -> None:
         """As `finish`, where the other ranks may be gone. No collective; logs the outcome.
@@ -119,40 +112,36 @@ class Saving:
         """
         if self._ended:
             return
-        self._end()
+        task = self._draft.task
         try:
-            files = self._files()
-            if self._rank == 0:
+            with self._ending():
+                files = self._files()
+                if self._rank > 0:
+                    return
                 files |= self._await_reports()
                 self._draft.write_manifest(replace(self._manifest, files=files))
                 with self._draft.proving():
                     prove(self._draft.folder, range(self._manifest.ranks))
                 self._draft.complete(self._keep)
-                log.info("%s is done: the training had ended without waiting for it", self.task)
+                log.info("%s is done: the training had ended without waiting for it", task)
         except Exception as error:
-            reason = str(error).removeprefix(f"{self.task} failed ")
-            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", self.task, reason)
+            reason = str(error).removeprefix(f"{task} failed ")
+            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", task, reason)
             with contextlib.suppress(OSError):
                 _report(self._draft, self._rank, {})
-            self._draft.discard()
-        except BaseException:
-            self._stop()
-            self._draft.discard()
-            raise
 
-    def cancel(self) -> None:
-        """Stop copying. The next save removes the partial checkpoint."""
-        self._stop()
-        self._draft.release()
-
-    def _end(self) -> None:
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Around the end of the save. If it fails, nothing is copied any more, and what was written is removed."""
         self._ended = True
         atexit.unregister(self._at_exit)
-
-    def _stop(self) -> None:
-        self._end()
-        if self._copying is not None:
-            self._copying.cancel()
+        try:
+            yield
+        except BaseException:
+            if self._copying is not None:
+                self._copying.cancel()
+            self._draft.discard()
+            raise
 
     def _at_exit(self) -> None:
         if os.getpid() == self._pid:  # not in a forked child
@@ -164,11 +153,16 @@ class Saving:
         deadline = time.monotonic() + max(ALONE_SECONDS_MIN, copying_seconds)
         all_files: dict[str, StoredFile] = {}
         for rank in range(1, self._manifest.ranks):
-            while (files := _read_report(self._draft, rank)) is None:
+            report = self._draft.work_folder / f"rank{rank}.json"
+            while not report.exists():
                 if time.monotonic() > deadline:
                     raise CheckpointError(f"rank {rank} has not copied its part, or is gone")
                 time.sleep(0.1)
-            if not files:
+            try:
+                files = parse_json(dict[str, StoredFile], read_small(report, MIB))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"the report of rank {rank} can't be read ({error})") from None
+            if not files or not files.keys() <= {record_name(rank), arena_name(rank)}:
                 raise CheckpointError(f"rank {rank} could not copy its part: see its log")
             all_files |= files
         return all_files
@@ -177,14 +171,11 @@ class Saving:
         copying = self._copying
         if copying is not None and copying.error is not None and not self._failure_logged:
             self._failure_logged = True
-            log.warning("%s failed (%s): the next save, load or close raises this", self.task, copying.error)
+            log.warning("%s failed (%s): the next save, load or close raises this", self._draft.task, copying.error)
         return copying is None or (copying.ended and copying.error is None)
 
     def _files(self) -> dict[str, StoredFile]:
-        files = {record_name(self._rank): self._record}
-        if self._copying is not None:
-            files[arena_name(self._rank)] = self._copying.join()
-        return files
+        return _files_of(self._rank, self._record, self._copying.join() if self._copying is not None else None)
 
 
 def start(
@@ -200,32 +191,30 @@ def start(
 
     unpaged_state: this rank's state outside of the arena, as a commit holds it.
     """
-    rank, draft = dist.get_rank(), draft_of(directory, tag)
+    rank, draft, layout = dist.get_rank(), Draft(directory, tag), swap.paging.arena_layout
     with raise_on_all_ranks(), failing_as(draft.task):
         blob = encode(unpaged_state)
-        snapshot = Snapshot(swap.paging.arena_layout)
+        snapshot = Snapshot(layout)
         swap.paging.settle()
         rank_record = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
         with refusing(draft.task):
             check_record(rank_record, unpaged_state)
         if rank == 0:
-            draft.make()
+            draft.make(snapshot.nbytes * layout.shards + len(blob) * dist.get_world_size())
     copying: Copying | None = None
     try:
         with raise_on_all_ranks(), failing_as(draft.task):
-            if rank == 0:
-                check_space(
-                    draft.root,
-                    snapshot.nbytes * swap.paging.arena_layout.shards + len(blob) * dist.get_world_size(),
-                    "a checkpoint",
-                )
             content = rank_record.to_bytes()
-            record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
-            write_training_state = partial(_write_training_state, draft, rank, content, {record_name(rank): record})
-            if rank < swap.paging.arena_layout.shards:
-                copying = swap.paged.start_copying(draft.folder / arena_name(rank), write_training_state)
+            record = stored_file(content)
+
+            def write_record(arena: StoredFile | None) -> None:
+                write_durably(draft.folder / record_name(rank), content)
+                _report(draft, rank, _files_of(rank, record, arena))
+
+            if rank < layout.shards:
+                copying = swap.paged.start_copying(draft.folder / arena_name(rank), write_record)
             else:  # a replica: another rank stores the same arena
-                write_training_state(None)
+                write_record(None)
         manifest = manifest_of(model, unpaged_state["global_steps"], tag, "arena")
         return Saving(draft, manifest, record, copying, keep)
     except BaseException:
@@ -267,29 +256,14 @@ def load(
     return unpaged_state
 
 
-def _write_training_state(
-    draft: Draft, rank: int, record: bytes, files: dict[str, StoredFile], arena: StoredFile | None
-) -> None:
-    """Write the record of a rank whose arena, if it stores one, is copied, and report the rank's files."""
-    write_durably(draft.folder / record_name(rank), record)
-    _report(draft, rank, files | ({} if arena is None else {arena_name(rank): arena}))
+def _files_of(rank: int, record: StoredFile, arena: StoredFile | None) -> dict[str, StoredFile]:
+    return {record_name(rank): record} | ({arena_name(rank): arena} if arena is not None else {})
 
 
 def _report(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
     """Write a list of the rank's files next to the checkpoint; an empty one says that it failed. Raises OSError."""
     listed = json.dumps({name: asdict(file) for name, file in files.items()})
     replace_durably(draft.work_folder / f"rank{rank}.json", listed.encode())
-
-
-def _read_report(draft: Draft, rank: int) -> dict[str, StoredFile] | None:
-    """The list that `_report` wrote for a rank; None where there is none yet."""
-    try:
-        files = parse_json(dict[str, StoredFile], read_small(draft.work_folder / f"rank{rank}.json", MIB))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the report of rank {rank} can't be read ({error})") from None
-    return files if files.keys() <= {record_name(rank), arena_name(rank)} else {}
 
 
 def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, unpaged_state: bytes) -> Record:
@@ -303,10 +277,10 @@ def _check_fits(
     stored: StoredArena, unpaged_state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     theirs = {f"model.{name}": tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
-    for parameter in stored.parameters:
+    for parameter in stored.layout.parameters:
         theirs[f"model.{parameter.name}"] = parameter.shape
         if parameter.trained:
-            moments = stored.moments_of(parameter)
+            moments = stored.layout.moments_of(whole=parameter.whole)
             theirs |= {f"optimizer.state.{parameter.name}.{moment}": parameter.shape for moment in moments}
     ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
     for param, names in parameter_names(model).items():
@@ -344,10 +318,10 @@ def _copy_back(state: RankState, swap: SwapManager) -> None:
 
 @torch.no_grad()
 def _assemble(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    by_name = {parameter.name: parameter for parameter in stored.parameters}
+    by_name = {parameter.name: parameter for parameter in stored.layout.parameters}
     for parameter, names in parameter_names(model).items():
         state = optimizer.state.get(parameter, {})
-        moments = stored.moments_of(by_name[names[0]]).items()
+        moments = stored.layout.moments_of(whole=by_name[names[0]].whole).items()
         fields = {Field.MASTER: parameter.data} | {field: state[name] for name, field in moments if name in state}
         for field, tensor in fields.items():
             assert isinstance(tensor, DTensor)

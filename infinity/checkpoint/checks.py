@@ -8,9 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from infinity.checkpoint.manifest import FILE_NAME, Manifest, damage, is_checkpoint, load_manifest, others
-from infinity.errors import CheckpointError
+from infinity.checkpoint.manifest import FILE_NAME, Manifest, difference, is_checkpoint, load_manifest, others
+from infinity.errors import CheckpointError, IntegrityError
+from infinity.store.run_folder import free_bytes
+from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -36,7 +39,7 @@ def verify_file(path: Path, manifest: Manifest, name: str) -> None:
     """Compare one file of the checkpoint `path` with its manifest. Raises CheckpointError where it differs."""
     if name not in manifest.files:
         raise damaged(path / name, "its manifest doesn't know it")
-    for _, why in damage(path, manifest, [name]):
+    if why := difference(path / name, manifest.files[name]):
         raise damaged(path / name, why)
 
 
@@ -50,18 +53,18 @@ def damaged(path: Path, why: object) -> CheckpointError:
 
 def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the checkpoint `path` has just the tensors of this model, by name and shape."""
-    missing = sorted(set(ours) - set(stored))
-    extra = sorted(set(stored) - set(ours))
-    reshaped = [
-        f"{k} is {stored[k]} there and {ours[k]} here" for k in sorted(set(ours) & set(stored)) if ours[k] != stored[k]
+    both = sorted(ours.keys() & stored.keys())
+    troubles = {
+        "missing there": sorted(ours.keys() - stored.keys()),
+        "unknown here": sorted(stored.keys() - ours.keys()),
+        "of another shape": [f"{k} is {stored[k]} there and {ours[k]} here" for k in both if ours[k] != stored[k]],
+    }
+    parts = [
+        f"{len(names)} tensors {trouble} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for trouble, names in troubles.items()
+        if names
     ]
-    if missing or extra or reshaped:
-        parts = []
-        for trouble, names in (("missing there", missing), ("unknown here", extra), ("of another shape", reshaped)):
-            if names:
-                parts.append(
-                    f"{len(names)} tensors {trouble} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-                )
+    if parts:
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
 
 
@@ -78,11 +81,11 @@ def check_resumable(
         counts_steps: whether the optimizer counts steps; some do not.
         stepped: names of the parameters that the optimizer steps, where that is known.
     """
-    lacking = [
-        ("no place in the optimizer", set() if stepped is None else {*moments} - {*stepped}),
-        ("no number of steps", {*moments} - {*steps} if counts_steps else set()),
-    ]
-    for lack, names in lacking:
+    lacking = {
+        "no place in the optimizer": set() if stepped is None else {*moments} - {*stepped},
+        "no number of steps": {*moments} - {*steps} if counts_steps else set(),
+    }
+    for lack, names in lacking.items():
         if names:
             others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
             raise CheckpointError(
@@ -101,3 +104,24 @@ def refusing(task: str) -> Iterator[None]:
         raise CheckpointError(
             f"{task} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
         ) from None
+
+
+def check_space(root: Path, nbytes: int, name: str) -> None:
+    """Raise CheckpointError unless `nbytes` bytes are free at `root`; `name` says in the message what they are."""
+    free = free_bytes(root)
+    if nbytes > free:
+        raise CheckpointError(
+            f"{name} takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free: free "
+            f"{format_bytes(nbytes - free)} more or save elsewhere"
+        )
+
+
+@contextlib.contextmanager
+def failing_as(task: str) -> Iterator[None]:
+    """Around writing: errors of the system become a CheckpointError that begins with `task`."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise CheckpointError(f"{task} failed ({error})") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{task} failed ({error}): free space there, or choose another folder") from None

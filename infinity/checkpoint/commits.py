@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from infinity.checkpoint.checks import check_resumable
 from infinity.checkpoint.training_state import decode, encode
+from infinity.config.rules import names_of
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.commit import SUM_BYTES, Commit, Record, bits
@@ -45,20 +46,9 @@ from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
 
-_UNPAGED_KEYS = frozenset(
-    {
-        "global_steps",
-        "skipped_steps",
-        "loss_scale",
-        "lr_scheduler",
-        "client_state",
-        "rng",
-        "param_groups",
-        "group_names",
-        "steps",
-        "buffers",
-    }
-)
+_UNPAGED_KEYS = names_of("""
+    global_steps skipped_steps loss_scale lr_scheduler client_state rng param_groups group_names steps buffers
+""")
 
 
 @dataclass(frozen=True)
@@ -203,7 +193,9 @@ class Commits:
                 self._run.check_in_place()
                 begun = True
                 record = self._write(pending)
-                self._check_restorable(record, pending)
+                check_arena(record, self._swap.paged)
+                check_unpaged_state(pending.unpaged_state, pending.training, self._stepped)
+                self._run.read_back(record)
             self._swap.paged.mark_committed()  # from here on nobody overwrites the slots of the new records
         except BaseException as error:
             if begun and (record is None or isinstance(error, InfinityError)):
@@ -212,12 +204,6 @@ class Commits:
                 self._swap.paged.health.seal(f"the commit of step {pending.step} ({in_words(error)})")
             raise
         return record.commit.sequence
-
-    def _check_restorable(self, record: Record, pending: _Noted) -> None:
-        """Raise CheckpointError unless the record is on the drive and a run can go on from it."""
-        check_arena(record, self._swap.paged)
-        check_unpaged_state(pending.unpaged_state, pending.training, self._stepped)
-        self._run.read_back(record)
 
     def _leave_one_record(self, sequence: int) -> None:
         """Remove the record before this one, or one after it that some rank could not write."""

@@ -16,16 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from infinity.checkpoint.checks import damaged, verify_file
+from infinity.checkpoint.checks import damaged, failing_as, verify_file
 from infinity.checkpoint.dcp_storage import Reader
-from infinity.checkpoint.draft import check_space, failing_as
 from infinity.checkpoint.manifest import Manifest, find_checkpoint, load_manifest
 from infinity.checkpoint.model_files import ModelFiles, Tensors
 from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
@@ -44,47 +38,31 @@ Progress = Callable[[int], None]
 class StoredModel(ABC):
     """The model in a checkpoint: parameters and buffers, read one at a time. See `open_model`.
 
-    tensors: shape and dtype, by name. aliases: further names of tied parameters, each with the name that has the values.
+    tensors: dtype and shape in the model, by name; tied ones once. aliases: further names of tied parameters, each with the
+    name that has the values. buffers: names of the buffers. manifest: None if another program wrote the checkpoint.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None, tensors: dict[str, TensorStorageMetadata]) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.tensors = tensors
-        self.aliases = {
-            alias: name
-            for alias, name in (manifest.aliases if manifest else {}).items()
-            if alias in tensors and name in tensors
+    def __init__(self, path: Path, manifest: Manifest | None, stored: Tensors) -> None:
+        self.path, self.manifest = path, manifest
+        scalars, aliases = (manifest.scalars, manifest.aliases) if manifest else ([], {})
+        self.buffers = frozenset(manifest.buffers if manifest else ())
+        self.aliases = {alias: name for alias, name in aliases.items() if name in stored}
+        self.tensors = {
+            name: (dtype, () if shape == (1,) and name in scalars else shape)
+            for name, (dtype, shape) in stored.items()
+            if name not in self.aliases
         }
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters and buffers, tied ones once."""
-        return [name for name in self.tensors if name not in self.aliases]
-
-    def dtype_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """`dtype` where `name` is a parameter of floating point; else the dtype that it has."""
-        stored: torch.dtype = self.tensors[name].properties.dtype
-        buffers = self.manifest.buffers if self.manifest else ()
-        return stored if name in buffers or not stored.is_floating_point else dtype
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of `name` in the model: a parameter without dimensions is stored in the shape (1,)."""
-        stored = tuple(self.tensors[name].size)
-        return () if stored == (1,) and self.manifest is not None and name in self.manifest.scalars else stored
+    def tensors_in(self, dtype: torch.dtype) -> Tensors:
+        """`tensors` with parameters of floating point in `dtype`."""
+        return {
+            name: (stored if name in self.buffers or not stored.is_floating_point else dtype, shape)
+            for name, (stored, shape) in self.tensors.items()
+        }
 
     @abstractmethod
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
-
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The whole tensor `name`. Raises CheckpointError."""
-        whole = torch.empty(self.shape(name), dtype=dtype)
-        at = 0
-        for piece in self.pieces(name):
-            whole.view(-1)[at : at + piece.numel()].copy_(piece)
-            at += piece.numel()
-        return whole
 
 
 @contextlib.contextmanager
@@ -107,20 +85,15 @@ class _ArenaModel(StoredModel):
     def __init__(self, stored: StoredArena) -> None:
         self._stored = stored
         self._buffers: dict[str, torch.Tensor] = stored.unpaged_state(0)["buffers"]
-        sizes = {param.name: (param.shape, torch.float32) for param in stored.parameters}
-        sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
-        sizes |= {alias: sizes[name] for alias, name in stored.manifest.aliases.items() if name in sizes}
-        tensors = {
-            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-            for name, (shape, dtype) in sizes.items()
-        }
+        tensors = {param.name: (torch.float32, param.shape) for param in stored.layout.parameters}
+        tensors |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in self._buffers.items()}
         super().__init__(stored.path, stored.manifest, tensors)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         if name in self._buffers:
             yield self._buffers[name].reshape(-1)
             return
-        numel = self.tensors[name].size.numel()
+        numel = math.prod(self.tensors[name][1])
         for start in range(0, numel, _PIECE_NUMEL):
             count = min(_PIECE_NUMEL, numel - start)
             yield self._stored.read_verified(name, Field.MASTER, start, count)
@@ -136,17 +109,18 @@ class _DcpModel(StoredModel):
             functools.cache(functools.partial(verify_file, path, manifest)) if manifest else lambda name: None
         )
         self._verify(".metadata")
-        tensors = {
+        self._stored = {
             name.removeprefix(_PREFIX): tensor
             for name, tensor in self._reader.tensors().items()
             if name.startswith(_PREFIX)
         }
-        super().__init__(path, manifest, tensors)
-        if not tensors:
+        if not self._stored:
             raise CheckpointError(f"{path} holds no model: no tensor's name begins with {_PREFIX!r}")
+        tensors = {name: (stored.properties.dtype, tuple(stored.size)) for name, stored in self._stored.items()}
+        super().__init__(path, manifest, tensors)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        stored = self.tensors[name]
+        stored = self._stored[name]
         shape = tuple(stored.size)
         chunks = sorted((c for c in stored.chunks if math.prod(c.sizes)), key=lambda chunk: tuple(chunk.offsets))
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
@@ -172,9 +146,8 @@ class _DcpModel(StoredModel):
                 part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch.load makes of arbitrary bytes
             raise damaged(file, error) from None
-        stored: TensorStorageMetadata = self.tensors[name]
         fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
-        if not fits or part.dtype is not stored.properties.dtype:
+        if not fits or part.dtype is not self._stored[name].properties.dtype:
             raise damaged(file, f"it holds something else than a part of {name}")
         whole: torch.Tensor = part.detach()
         return whole
@@ -214,7 +187,7 @@ def consolidate(
     nothing is left in it then.
     """
     with open_model(directory, tag) as model:
-        tensors = {name: (model.dtype_as(name, dtype), model.shape(name)) for name in model.names}
+        tensors = model.tensors_in(dtype)
         return write_model(Path(output), tensors, model.pieces, bytes_max=max_shard_bytes, progress=progress)
 
 
@@ -241,25 +214,20 @@ def write_model(
         if taken := [copy for copy in copies if os.path.lexists(copy)]:
             raise CheckpointError(f"{taken[0]} is there already: move it away, or name another folder")
         made = not root.exists()
-        files: ModelFiles | None = None
         try:
-            files = ModelFiles(root, tensors, bytes_max=bytes_max)
-            check_space(root, files.nbytes, "the model")
-            files.tell = progress(files.nbytes)
-            for name in tensors:
-                files.add(name, pieces(name))
-            for copy, file in copies.items():
-                shutil.copy(file, copy)
-            return files.finish()
+            with contextlib.closing(ModelFiles(root, tensors, bytes_max=bytes_max)) as files:
+                files.tell = progress(files.nbytes)
+                for name in tensors:
+                    files.add(name, pieces(name))
+                for copy, file in copies.items():
+                    shutil.copy(file, copy)
+                return files.finish()
         except BaseException:
             for copy in copies:
                 copy.unlink(missing_ok=True)
-            raise
-        finally:
-            if files is not None:
-                files.clean_up()
             if made and root.is_dir() and not any(root.iterdir()):
                 root.rmdir()
+            raise
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -270,8 +238,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises CheckpointError.
     """
     with open_model(checkpoint_dir, tag) as model:
-        state = {name: model.tensor(name, model.dtype_as(name, torch.float32)) for name in model.names}
-        return {name: state[model.aliases.get(name, name)] for name in model.tensors}
+        state: dict[str, torch.Tensor] = {}
+        for name, (dtype, shape) in model.tensors_in(torch.float32).items():
+            state[name] = torch.empty(shape, dtype=dtype)
+            at = 0
+            for piece in model.pieces(name):
+                state[name].view(-1)[at : at + piece.numel()].copy_(piece)
+                at += piece.numel()
+        return state | {alias: state[name] for alias, name in model.aliases.items()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

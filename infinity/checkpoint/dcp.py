@@ -7,10 +7,10 @@ when it is whole; then `DIR/latest` names it. DCP reshards on load, so another n
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint import model_files
-from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, refusing, verify
+from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, failing_as, refusing, verify
 from infinity.checkpoint.dcp_storage import Planner, Reader, Writer, cause_of
-from infinity.checkpoint.draft import check_space, draft_of, failing_as, manifest_of
-from infinity.checkpoint.manifest import others
+from infinity.checkpoint.draft import Draft, manifest_of
+from infinity.checkpoint.manifest import others, stored_file
 from infinity.checkpoint.model_files import ModelFiles
 from infinity.checkpoint.training_state import RANDOM_STATES, decode, encode
 from infinity.errors import CheckpointError
@@ -35,7 +35,7 @@ from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reset, reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store.files import StoredFile, open_regular, write_durably
+from infinity.store.files import open_regular, write_durably
 from infinity.swap.paged_tensor import PagedTensor
 
 
@@ -57,29 +57,26 @@ def save(
     Raises CheckpointError on all ranks when `training_state` of one can't be stored, training could not go on from the
     state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one was read back.
     """
-    draft, writer = draft_of(directory, tag), dist.get_rank() == 0
+    draft = Draft(directory, tag)
     state = _state_of(model, optimizer)
     with raise_on_all_ranks():
         blob = encode(training_state)
         with refusing(draft.task):
             _check_resumable(state, optimizer)
-        if writer:
-            draft.make()
+        if dist.get_rank() == 0:
+            draft.make(sum(tensor.numel() * tensor.itemsize for tensor in _tensors(state).values()))
     try:
-        with raise_on_all_ranks():
-            if writer:
-                check_space(draft.root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
         files = Writer(draft.folder)
         failure = _write(state, files, draft.task)
-        state_file = f"rank{dist.get_rank()}.pt"
         with raise_on_all_ranks():
             if failure is not None:
                 raise failure
             with failing_as(draft.task):
-                write_durably(draft.folder / state_file, blob)
-        written = {**files.written, state_file: StoredFile(len(blob), sha256(blob).hexdigest())}
+                write_durably(draft.folder / f"rank{dist.get_rank()}.pt", blob)
+        written = {**files.written, f"rank{dist.get_rank()}.pt": stored_file(blob)}
         manifest = manifest_of(model, training_state["global_steps"], tag, "dcp")
-        draft.complete_on_all_ranks(manifest, written, partial(_prove, draft.folder, state_file, state), keep)
+        prove = partial(_check, draft.folder, state, everything=False)
+        draft.complete_on_all_ranks(manifest, written, prove, keep)
     finally:
         draft.discard()
 
@@ -103,11 +100,9 @@ def load(
     Raises CheckpointError on all ranks when the checkpoint is damaged (names the file) or of another model (names tensors).
     """
     with raise_on_all_ranks():
-        verify(path, {".metadata", _own_training_state(path).name}, everything=verified)
-        training_state = _training_state_of(path)
         reset(model)  # gathered values would be stale afterwards
         state = _state_of(model, optimizer)
-        _check_fits(path, state)
+        training_state = _check(path, state, everything=verified)
     begin()
     for moment in (value for values in optimizer.state.values() for value in values.values()):
         if isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor):
@@ -118,7 +113,10 @@ def load(
             raise failure
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
         group.update(saved)
-    _restore_steps(state, model, optimizer)
+    for parameter, names in parameter_names(model).items():
+        if "step" in optimizer.state.get(parameter, {}):  # moments were loaded in place
+            steps = state["optimizer"]["state"][names[0]]["step"]
+            optimizer.state[parameter]["step"].copy_(torch.as_tensor(steps))
     return training_state
 
 
@@ -135,14 +133,14 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     tensors = {
         names[0]: (dtype, () if names[0] in scalars else tuple(p.shape)) for p, names in parameter_names(model).items()
     } | {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
-    files: ModelFiles | None = None
     task = f"writing the model to {root}"
+    files: ModelFiles | None = None
     failure: Exception | None = None
-    try:
+    with contextlib.ExitStack() as closing:
         with raise_on_all_ranks(), failing_as(task):
             if dist.get_rank() == 0:
                 files = ModelFiles(root, tensors, bytes_max=model_files.SAFETENSORS_BYTES_MAX)
-                check_space(root, files.nbytes, "the model")
+                closing.callback(files.close)
         for name, tensor in named_full_tensors(model, dtype):
             if files is not None and failure is None:  # after a failure the others still need this rank to gather
                 try:
@@ -156,9 +154,6 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
                 for name, buffer in buffers.items():
                     files.add(name, [buffer.cpu()])
                 files.finish()
-    finally:
-        if files is not None:
-            files.clean_up()
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -196,20 +191,32 @@ def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
         raise CheckpointError(f"{lacking} parameters of the optimizer aren't seen in the model: go on from another")
 
 
-def _prove(folder: Path, state_file: str, state: dict[str, Any]) -> None:
-    """Read back what this rank parses of the checkpoint of `state`. Raises CheckpointError."""
-    verify(folder, {".metadata", state_file}, everything=False)
-    _training_state_of(folder)
-    _check_fits(folder, state)
+def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, Any]:
+    """Raise CheckpointError unless the checkpoint is whole and fits `state`; `everything` as of `verify`.
 
-
-def _check_fits(path: Path, state: dict[str, Any]) -> None:
+    Returns this rank's training state, or rank 0's without its random states where there was no such rank.
+    """
+    file = path / f"rank{dist.get_rank()}.pt"
+    is_own = file.is_file()
+    file = file if is_own else path / "rank0.pt"
+    verify(path, {".metadata", file.name}, everything=everything)
+    try:
+        with open_regular(file) as opened:
+            training_state = decode(opened)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no rank0.pt, so save_checkpoint did not write it: read it with torch.distributed.checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise damaged(file, error) from None
+    if not {"global_steps", "lr_scheduler", "client_state"} <= training_state.keys():
+        raise damaged(file, "it holds something else")
     try:
         stored = {key: tuple(tensor.size) for key, tensor in Reader(path).tensors().items()}
     except CheckpointError as error:
         raise CheckpointError(f"{error}: {others(path.parent, but=path.name)}") from None
-    ours = {key: tuple(v.shape) for key, v in _tensors(state).items()}
-    check_same_model(path, ours, stored)
+    check_same_model(path, {key: tuple(tensor.shape) for key, tensor in _tensors(state).items()}, stored)
+    return {key: value for key, value in training_state.items() if is_own or key not in RANDOM_STATES}
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -227,36 +234,4 @@ def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
     for group in optimizer.param_groups:
         saved = by_name[names[group["params"][0]][0]] if group["params"] else next(empty, {})
         loaded.append({key: value for key, value in saved.items() if key != "params"})
-    return loaded
-
-
-def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copy the loaded step counts; moments were loaded in place."""
-    for parameter, names in parameter_names(model).items():
-        if "step" in optimizer.state.get(parameter, {}):
-            loaded = state["optimizer"]["state"][names[0]]["step"]
-            optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
-
-
-def _own_training_state(path: Path) -> Path:
-    """The file with this rank's training state, or rank 0's where there was no such rank."""
-    file = path / f"rank{dist.get_rank()}.pt"
-    return file if file.is_file() else path / "rank0.pt"
-
-
-def _training_state_of(path: Path) -> dict[str, Any]:
-    file = _own_training_state(path)
-    try:
-        with open_regular(file) as opened:
-            loaded = decode(opened)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} has no rank0.pt, so save_checkpoint did not write it: read it with torch.distributed.checkpoint"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise damaged(file, error) from None
-    if not {"global_steps", "lr_scheduler", "client_state"} <= loaded.keys():
-        raise damaged(file, "it holds something else")
-    if file.name != f"rank{dist.get_rank()}.pt":
-        loaded = {key: value for key, value in loaded.items() if key not in RANDOM_STATES}
     return loaded

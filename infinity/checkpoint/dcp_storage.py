@@ -26,22 +26,18 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 
 from infinity.checkpoint.careful_pickle import CarefulUnpickler
+from infinity.checkpoint.manifest import is_name
+from infinity.config.rules import names_of
 from infinity.errors import parsing
 from infinity.store.files import StoredFile, create_private, open_regular
 from infinity.units import MIB
 
 _PATHS = {"Path", "PosixPath", "PurePosixPath"}
 _ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    "torch.distributed.checkpoint.metadata": names_of("""
+        BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata
+        _MEM_FORMAT_ENCODING
+    """),
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
@@ -129,8 +125,9 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's index. Raises CheckpointError where it is anything else."""
         if self._metadata is None:
-            with parsing(f"{self._folder / '.metadata'} is damaged", "load another checkpoint"):
-                self._metadata = self._unpickle()
+            path = self._folder / ".metadata"
+            with parsing(f"{path} is damaged", "load another checkpoint"), open_regular(path) as file:
+                self._metadata = _parse_metadata(file.read())
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -138,21 +135,20 @@ class Reader(dcp.FileSystemReader):
         stored = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def _unpickle(self) -> Metadata:
-        with open_regular(self._folder / ".metadata") as file:
-            content = file.read()
-        metadata = _Unpickler(content, _SHARED_MAX * len(content) + MIB).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
-        for info in metadata.storage_data.values():
-            name = info.relative_path
-            if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
-                raise ValueError(f"{name!r} is not the name of a file in it")
-            if not (isinstance(info.offset, int) and isinstance(info.length, int) and info.offset >= 0 <= info.length):
-                raise ValueError(f"{name} has no bytes from {info.offset!r} on")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        return metadata
+
+def _parse_metadata(content: bytes) -> Metadata:
+    metadata = _Unpickler(content, _SHARED_MAX * len(content) + MIB).load()
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it holds a {type(metadata).__name__}")
+    for info in metadata.storage_data.values():
+        name = info.relative_path
+        if not isinstance(name, str) or not is_name(name):
+            raise ValueError(f"{name!r} is not the name of a file in it")
+        if not (isinstance(info.offset, int) and isinstance(info.length, int) and info.offset >= 0 <= info.length):
+            raise ValueError(f"{name} has no bytes from {info.offset!r} on")
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
 
 
 def cause_of(error: dcp.CheckpointException) -> BaseException | str:
@@ -172,7 +168,4 @@ class Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a stored value in its place in the state dict."""
         loaded = torch.load(value, weights_only=True)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
-        else:
-            self.state_dict[read_item.dest_index.fqn] = loaded
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)

@@ -18,7 +18,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.foreign_pickle import Inert, PickledTensor, load_foreign
-from infinity.checkpoint.manifest import is_deepspeed_checkpoint
+from infinity.checkpoint.manifest import is_deepspeed_checkpoint, is_name
 from infinity.errors import CheckpointError, parsing
 from infinity.store.files import read_small
 from infinity.store.foreign import parse_shape
 
 MASTER = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_FIELDS = (MASTER, *MOMENTS)
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _UNSUPPORTED = {
@@ -56,7 +55,7 @@ class PartitionRange:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter in DeepSpeed's files.
+    """A parameter in DeepSpeed's files. Raises ValueError unless the tensors hold all of its elements.
 
     values: the flat tensors in which `extents` are, for "fp32" and, where it is trained, each moment. group: the optimizer's;
     steps: those taken; both None where it is frozen.
@@ -68,6 +67,15 @@ class Parameter:
     values: Mapping[str, Sequence[PickledTensor]]
     group: int | None = None
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        short = any(
+            extent.first < 0 or extent.numel < 0 or extent.first + extent.numel > tensors[extent.tensor].numel
+            for tensors in self.values.values()
+            for extent in self.extents
+        )
+        if short or sum(extent.numel for extent in self.extents) != math.prod(self.shape):
+            raise _other_numel(self.name, self.shape)
 
     def read(self, field: str, first: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment, flat, in fp32. Raises CheckpointError."""
@@ -101,10 +109,10 @@ class DeepSpeedCheckpoint:
     loss_scaler: Mapping[str, Any]
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """The JSON that the run was given; empty where it is not stored."""
+    def optimizer_config(self) -> Mapping[str, Any]:
+        """The optimizer in the JSON that the run was given; empty where that is not stored."""
         config = self.model_state.get("ds_config")
-        return config if isinstance(config, dict) else {}
+        return (config.get("optimizer") or {}) if isinstance(config, dict) else {}
 
 
 def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
@@ -120,7 +128,7 @@ def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) ->
         raise _mixed(path, "ranks", steps)
     universal = (path / "zero").is_dir()
     with as_expected(path):
-        return _Universal(path, states).checkpoint() if universal else _Partitioned(path, states).checkpoint()
+        return _universal(path, states) if universal else _partitioned(path, states)
 
 
 def _find(root: Path, tag: str | None) -> Path:
@@ -134,7 +142,7 @@ def _find(root: Path, tag: str | None) -> Path:
                 tag = read_small(root / name, 4096).decode(errors="replace").strip()
     if tag is None:
         raise CheckpointError(f"{root} holds no checkpoint of DeepSpeed: there is no file named 'latest'; name a tag")
-    if not tag or tag != Path(tag).name or tag in (".", "..") or "\0" in tag:
+    if not is_name(tag):
         raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}: name another")
     if not is_deepspeed_checkpoint(root / tag):
         raise CheckpointError(
@@ -177,139 +185,135 @@ class _ModelState:
                 raise _refused(path, "it is of a tensor- or pipeline-parallel run")
 
 
-class _Layout:
-    """What the layouts have in common."""
-
-    def __init__(self, path: Path, states: list[_ModelState]) -> None:
-        self.path, self.states, self.model = path, states, states[0]
-
-    def frozen(self, known: set[str]) -> Iterator[Parameter]:
-        """The parameters in the model's state dict that are not `known`. Up to stage 2 that holds their values."""
-        whole = not self.model.path.name.startswith("zero_pp_rank_")
-        for name in [n for n in self.model.module if n not in known] if whole else self.model.frozen_shapes:
-            parts = [_tensor(state.module[name] if whole else state.frozen_parts[name]) for state in self.states]
-            shape = parts[0].shape if whole else self.model.frozen_shapes[name]
-            yield _checked(Parameter(name, shape, _equal_parts(shape, len(parts), 0), {MASTER: parts}))
-
-    def made(
-        self, kind: str, ranks: int, trained: Iterator[Parameter], groups: Any, optimizer: Mapping[str, Any]
-    ) -> DeepSpeedCheckpoint:
-        model, scaler = self.model, optimizer.get("loss_scaler")
-        parameters = [*trained]
-        known = {parameter.name for parameter in parameters} | model.aliases.keys() | model.buffers.keys()
-        parameters += self.frozen(known)
-        names = [*(parameter.name for parameter in parameters), *model.aliases, *model.buffers]
-        if len(names) > len(set(names)):
-            raise ValueError("it has two values under a name")
-        if lacking := sorted(model.module.keys() - known - {parameter.name for parameter in parameters}):
-            raise _refused(model.path, f"it has no values of {lacking[0]} ({len(lacking)} parameters in all)")
-        return DeepSpeedCheckpoint(
-            path=self.path,
-            kind=kind,
-            ranks=ranks,
-            parameters=parameters,
-            aliases=model.aliases,
-            buffers={name: _tensor(buffer) for name, buffer in model.buffers.items()},
-            groups=[_adam_group(self.path, group) for group in groups],
-            model_state=model.content,
-            loss_scaler=scaler.attributes() if isinstance(scaler, Inert) else {},
-        )
-
-
-class _Partitioned(_Layout):
+def _partitioned(path: Path, states: list[_ModelState]) -> DeepSpeedCheckpoint:
     """A save of ZeRO as it is: a file `*_optim_states.pt` for each rank."""
-
-    def checkpoint(self) -> DeepSpeedCheckpoint:
-        files = _by_rank(self.path, _OPTIMIZER_FILE)
-        if not files:
-            raise CheckpointError(
-                f"{self.path} has no *_optim_states.pt: copy the files of all its ranks, or save it with ZeRO"
-            )
-        self.optimizers = [load_foreign(file)["optimizer_state_dict"] for file in files]
-        first = self.optimizers[0]
-        stage3 = "fp32_flat_groups" in first
-        self.base_key = "optimizer_state_dict" if stage3 else "base_optimizer_state"
-        self.flat_key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
-        if not stage3 and (not isinstance(first.get(self.base_key), dict) or "param_slice_mappings" not in first):
-            raise _refused(self.path, "it is of another stage, an elastic checkpoint, or of a DeepSpeed before 0.8")
-        counts = first["partition_count"]
-        ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
-        there = {len(files), len(self.states)} if stage3 else {len(files)}
-        if there != {ranks}:
-            raise CheckpointError(
-                f"{self.path} has files of {min(there - {ranks})} ranks and is of {ranks}: copy the files of all its ranks, "
-                "and none of another save (of MiCS or expert groups it can't be read)"
-            )
-        groups = first[self.base_key]["param_groups"]
-        trained = self._trained(groups, self._extents_of_stage3 if stage3 else self._extents_of_fragments)
-        stage = next(iter(getattr(first.get("zero_stage"), "arguments", ())), 0)
-        stage = stage if stage in (1, 2, 3) else 3 if stage3 else "1 or 2"
-        return self.made(f"ZeRO stage {stage}", ranks, trained, groups, first)
-
-    def _trained(self, groups: Any, extents_of: Any) -> Iterator[Parameter]:
-        if len(self.model.shapes) != len(self.optimizers[0][self.flat_key]):
-            raise _refused(self.path, "it is of a DeepSpeed whose groups of parameters are others")
-        group_of = _groups_by_number(groups)
-        for number, shapes in enumerate(self.model.shapes):
-            values = {MASTER: [_tensor(state[self.flat_key][number]) for state in self.optimizers]}
-            of_ranks = [_adam_state(self.path, state[self.base_key]["state"].get(number)) for state in self.optimizers]
-            values |= {name: [_tensor(state[name]) for state in of_ranks] for name in MOMENTS}
-            group = group_of[number]
-            steps = {count_of(state.get("step", groups[group].get("step"))) for state in of_ranks}
-            if len(steps) > 1:
-                raise _mixed(self.path, "optimizers", steps)
-            extents = extents_of(number, shapes)
-            for name, shape in shapes.items():
-                yield _checked(Parameter(name, shape, extents[name], values, group, *steps))
-
-    def _extents_of_stage3(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[PartitionRange]]:
-        ranks, first, extents = len(self.optimizers), 0, {}
-        for name, shape in shapes.items():
-            extents[name] = _equal_parts(shape, ranks, first)
-            first += math.ceil(math.prod(shape) / ranks)
-        for rank, state in enumerate(self.optimizers):
-            if (numel := state[self.flat_key][number].numel) != first:
-                raise _refused(self.path, f"rank {rank} has {numel} elements of sub-group {number} instead of {first}")
-        return extents
-
-    def _extents_of_fragments(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[PartitionRange]]:
-        extents: dict[str, list[PartitionRange]] = {name: [] for name in shapes}
-        for rank, state in enumerate(self.optimizers):
-            for name, fragment in state["param_slice_mappings"][number].items():
-                address = fragment.attributes()
-                extents[name].append(PartitionRange(rank, count_of(address["start"]), count_of(address["numel"])))
-        return extents
+    files = _by_rank(path, _OPTIMIZER_FILE)
+    if not files:
+        raise CheckpointError(f"{path} has no *_optim_states.pt: copy the files of all its ranks, or save it with ZeRO")
+    optimizers = [load_foreign(file)["optimizer_state_dict"] for file in files]
+    first = optimizers[0]
+    stage3 = "fp32_flat_groups" in first
+    base_key = "optimizer_state_dict" if stage3 else "base_optimizer_state"
+    if not stage3 and (not isinstance(first.get(base_key), dict) or "param_slice_mappings" not in first):
+        raise _refused(path, "it is of another stage, an elastic checkpoint, or of a DeepSpeed before 0.8")
+    counts = first["partition_count"]
+    ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
+    there = {len(files), len(states)} if stage3 else {len(files)}
+    if there != {ranks}:
+        raise CheckpointError(
+            f"{path} has files of {min(there - {ranks})} ranks and is of {ranks}: copy the files of all its ranks, "
+            "and none of another save (of MiCS or expert groups it can't be read)"
+        )
+    all_shapes, groups = states[0].shapes, first[base_key]["param_groups"]
+    all_masters = [state["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"] for state in optimizers]
+    if len(all_shapes) != len(all_masters[0]):
+        raise _refused(path, "it is of a DeepSpeed whose groups of parameters are others")
+    group_of = _groups_by_number(groups)
+    parameters = []
+    for number, shapes in enumerate(all_shapes):
+        masters = [_tensor(of_rank[number]) for of_rank in all_masters]
+        of_ranks = [_adam_state(path, state[base_key]["state"].get(number)) for state in optimizers]
+        values = {MASTER: masters} | {name: [_tensor(state[name]) for state in of_ranks] for name in MOMENTS}
+        group = group_of[number]
+        steps = {count_of(state.get("step", groups[group].get("step"))) for state in of_ranks}
+        if len(steps) > 1:
+            raise _mixed(path, "optimizers", steps)
+        if stage3:
+            extents = _extents_of_stage3(path, number, shapes, masters)
+        else:
+            extents = _extents_of_fragments(shapes, [state["param_slice_mappings"][number] for state in optimizers])
+        parameters += [Parameter(name, shape, extents[name], values, group, *steps) for name, shape in shapes.items()]
+    stage = next(iter(getattr(first.get("zero_stage"), "arguments", ())), 0)
+    stage = stage if stage in (1, 2, 3) else 3 if stage3 else "1 or 2"
+    return _checkpoint_of(path, f"ZeRO stage {stage}", ranks, states, parameters, first, groups)
 
 
-class _Universal(_Layout):
+def _extents_of_stage3(
+    path: Path, number: int, shapes: Mapping[str, tuple[int, ...]], masters: Sequence[PickledTensor]
+) -> dict[str, list[PartitionRange]]:
+    first, extents = 0, {}
+    for name, shape in shapes.items():
+        extents[name] = _equal_parts(shape, len(masters), first)
+        first += math.ceil(math.prod(shape) / len(masters))
+    for rank, master in enumerate(masters):
+        if master.numel != first:
+            why = f"rank {rank} has {master.numel} elements of sub-group {number} instead of {first}"
+            raise _refused(path, why)
+    return extents
+
+
+def _extents_of_fragments(
+    shapes: Mapping[str, tuple[int, ...]], fragments_of_ranks: Iterable[Mapping[str, Any]]
+) -> dict[str, list[PartitionRange]]:
+    extents: dict[str, list[PartitionRange]] = {name: [] for name in shapes}
+    for rank, fragments in enumerate(fragments_of_ranks):
+        for name, fragment in fragments.items():
+            address = fragment.attributes()
+            extents[name].append(PartitionRange(rank, count_of(address["start"]), count_of(address["numel"])))
+    return extents
+
+
+def _universal(path: Path, states: list[_ModelState]) -> DeepSpeedCheckpoint:
     """What DeepSpeed's `ds_to_universal` made of a save."""
+    optimizer = load_foreign(path / "zero" / "optimizer_state.pt")
+    groups = optimizer["param_groups"]
+    base = optimizer.get("optimizer_state_dict") or {}
+    group_of = _groups_by_number(groups)
+    parameters = []
+    for number, shapes in enumerate(states[0].shapes):
+        group = group_of[number]
+        steps = (base.get("state") or {}).get(number, {}).get("step", groups[group].get("step"))
+        for name, shape in shapes.items():
+            if not is_name(name):
+                raise ValueError(f"{name!r} is not the name of a folder in it")
+            folder, numel = path / "zero" / name, math.prod(shape)
+            values = {}
+            for field in (MASTER, *MOMENTS):
+                content = load_foreign(folder / f"{field}.pt")
+                values[field] = [_tensor(content["param"] if isinstance(content, dict) else content)]
+                if values[field][0].numel != numel:
+                    raise _other_numel(name, shape)
+            noted = folder / "step.pt"
+            of_parameter = count_of(load_foreign(noted) if noted.exists() else steps)
+            parameters.append(Parameter(name, shape, [PartitionRange(0, 0, numel)], values, group, of_parameter))
+    return _checkpoint_of(path, "universal", len(states), states, parameters, optimizer, groups)
 
-    def checkpoint(self) -> DeepSpeedCheckpoint:
-        zero = self.path / "zero"
-        optimizer = load_foreign(zero / "optimizer_state.pt")
-        groups = optimizer["param_groups"]
-        base = optimizer.get("optimizer_state_dict") or {}
-        trained = self._trained(zero, groups, base.get("state") or {})
-        return self.made("universal", len(self.states), trained, groups, optimizer)
 
-    def _trained(self, zero: Path, groups: Any, states: Mapping[int, Any]) -> Iterator[Parameter]:
-        group_of = _groups_by_number(groups)
-        for number, shapes in enumerate(self.model.shapes):
-            group = group_of[number]
-            steps = states.get(number, {}).get("step", groups[group].get("step"))
-            for name, shape in shapes.items():
-                if name != Path(name).name or name in (".", ".."):
-                    raise ValueError(f"{name!r} is not the name of a folder in it")
-                values = {field: [_whole(zero / name / f"{field}.pt")] for field in _FIELDS}
-                noted = zero / name / "step.pt"
-                of_parameter = count_of(load_foreign(noted) if noted.exists() else steps)
-                extents = [PartitionRange(0, 0, math.prod(shape))]
-                yield _checked(Parameter(name, shape, extents, values, group, of_parameter), whole=True)
-
-
-def _whole(path: Path) -> PickledTensor:
-    content = load_foreign(path)
-    return _tensor(content["param"] if isinstance(content, dict) else content)
+def _checkpoint_of(
+    path: Path,
+    kind: str,
+    ranks: int,
+    states: list[_ModelState],
+    trained: list[Parameter],
+    optimizer: Mapping[str, Any],
+    groups: Any,
+) -> DeepSpeedCheckpoint:
+    """The checkpoint with these trained parameters; all others in the model's state dict are frozen."""
+    model, scaler = states[0], optimizer.get("loss_scaler")
+    known = {parameter.name for parameter in trained} | model.aliases.keys() | model.buffers.keys()
+    whole = not model.path.name.startswith("zero_pp_rank_")  # up to stage 2 the state dict holds their values
+    frozen = []
+    for name in [n for n in model.module if n not in known] if whole else model.frozen_shapes:
+        parts = [_tensor(state.module[name] if whole else state.frozen_parts[name]) for state in states]
+        shape = parts[0].shape if whole else model.frozen_shapes[name]
+        frozen.append(Parameter(name, shape, _equal_parts(shape, len(parts), 0), {MASTER: parts}))
+    parameters = [*trained, *frozen]
+    names = [*(parameter.name for parameter in parameters), *model.aliases, *model.buffers]
+    if len(names) > len(set(names)):
+        raise ValueError("it has two values under a name")
+    if lacking := sorted(model.module.keys() - set(names)):
+        raise _refused(model.path, f"it has no values of {lacking[0]} ({len(lacking)} parameters in all)")
+    return DeepSpeedCheckpoint(
+        path=path,
+        kind=kind,
+        ranks=ranks,
+        parameters=parameters,
+        aliases=model.aliases,
+        buffers={name: _tensor(buffer) for name, buffer in model.buffers.items()},
+        groups=[_adam_group(path, group) for group in groups],
+        model_state=model.content,
+        loss_scaler=scaler.attributes() if isinstance(scaler, Inert) else {},
+    )
 
 
 def _equal_parts(shape: tuple[int, ...], ranks: int, first: int) -> list[PartitionRange]:
@@ -319,18 +323,8 @@ def _equal_parts(shape: tuple[int, ...], ranks: int, first: int) -> list[Partiti
     return [PartitionRange(rank, first, max(0, min(part, numel - rank * part))) for rank in range(ranks)]
 
 
-def _checked(parameter: Parameter, *, whole: bool = False) -> Parameter:
-    """Raises ValueError unless the tensors hold all elements of the parameter."""
-    numel = sum(extent.numel for extent in parameter.extents)
-    short = any(
-        extent.first < 0 or extent.numel < 0 or extent.first + extent.numel > tensors[extent.tensor].numel
-        for tensors in parameter.values.values()
-        for extent in parameter.extents
-    )
-    longer = whole and any(tensor.numel != numel for tensors in parameter.values.values() for tensor in tensors)
-    if short or longer or numel != math.prod(parameter.shape):
-        raise ValueError(f"it has other numbers of elements of {parameter.name} than {math.prod(parameter.shape)}")
-    return parameter
+def _other_numel(name: str, shape: tuple[int, ...]) -> ValueError:
+    return ValueError(f"it has other numbers of elements of {name} than {math.prod(shape)}")
 
 
 def _groups_by_number(groups: Any) -> dict[int, int]:

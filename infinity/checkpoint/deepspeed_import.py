@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.dcp_storage import Writer
 from infinity.checkpoint.deepspeed_files import (
     MASTER,
     MOMENTS,
@@ -29,12 +27,12 @@ from infinity.checkpoint.deepspeed_files import (
     open_deepspeed,
 )
 from infinity.checkpoint.foreign_pickle import Inert, PickledTensor
-from infinity.checkpoint.manifest import FILE_NAME, LATEST, Manifest
-from infinity.checkpoint.piecewise import Progress, Unread, new_folder, write_state
+from infinity.checkpoint.manifest import LATEST, Manifest
+from infinity.checkpoint.piecewise import Progress, UnreadState, new_folder
 from infinity.checkpoint.training_state import encode
 from infinity.config.rules import names_of
 from infinity.errors import CheckpointError, printable
-from infinity.store.files import StoredFile, sync, write_durably
+from infinity.store.files import sync, write_durably
 
 _ADAMS = {"adam", "adamw"}
 _OF_DEEPSPEED = names_of("""
@@ -81,76 +79,63 @@ def import_deepspeed(
     """
     source, final = open_deepspeed(directory, tag), Path(output)
     with as_expected(source.path):
-        kind = _optimizer_config(source).get("type", "Adam")
+        kind = source.optimizer_config.get("type", "Adam")
         if not isinstance(kind, str):
             raise ValueError("its optimizer has no name")
         if kind.lower() not in _ADAMS:
             raise CheckpointError(
                 f"{source.path} is of the optimizer {printable(kind)}, and only Adam and AdamW go over: train anew"
             )
-        state, unread = _state_of(source)
+        state = _state_of(source)
         training_state, left_out = _training_state_of(source)
         numel = sum(math.prod(parameter.shape) for parameter in source.parameters)
-        nbytes = sum(tensor.nbytes for tensor in unread.values())
-        imported = Imported(source, final / source.path.resolve().name, numel, nbytes, training_state, left_out)
+        path = final / source.path.resolve().name
+        imported = Imported(source, path, numel, state.nbytes, training_state, left_out)
         if not dry:
-            with new_folder(final, nbytes) as folder:
-                _write(imported, folder, state, unread, progress(nbytes))
+            with new_folder(final, state.nbytes) as folder:
+                _write(imported, folder, state, progress(state.nbytes))
     return imported
 
 
-def _write(imported: Imported, folder: Path, state: dict[str, Any], unread: dict[str, Unread], tell: Progress) -> None:
-    path = folder / imported.path.name
+def _write(imported: Imported, folder: Path, state: UnreadState, tell: Progress) -> None:
+    path, source = folder / imported.path.name, imported.source
     path.mkdir(mode=0o700)
-    writer = Writer(path)
-    write_state(state, unread, writer, tell)
-    source, content = imported.source, encode(dict(imported.training_state))
-    write_durably(path / "rank0.pt", content)
     manifest = Manifest(
         saved=datetime.now(timezone.utc).isoformat(),
         global_steps=imported.training_state["global_steps"],
         ranks=1,
-        files={**writer.written, "rank0.pt": StoredFile(len(content), sha256(content).hexdigest())},
+        files={},
         aliases=dict(source.aliases),
         buffers=list(source.buffers),
         tag=path.name,
         scalars=sorted(parameter.name for parameter in source.parameters if not parameter.shape),
     )
-    write_durably(path / FILE_NAME, manifest.to_json())
+    state.write(path, [dict(imported.training_state)], manifest, tell)
     sync(path)
     write_durably(folder / LATEST, path.name.encode())
 
 
-def _state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], dict[str, Unread]]:
-    """The state dict of FSDP2 + AdamW with meta tensors for masters and moments; and, by key, the values for these."""
-    model: dict[str, torch.Tensor] = {name: buffer.whole() for name, buffer in source.buffers.items()}
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    unread = {}
+def _state_of(source: DeepSpeedCheckpoint) -> UnreadState:
+    state = UnreadState({name: buffer.whole() for name, buffer in source.buffers.items()})
     for parameter in source.parameters:
-        name, shape = parameter.name, parameter.shape or (1,)  # as scalars are stored
-        unread[f"model.{name}"] = Unread(shape, partial(parameter.read, MASTER))
-        model[name] = unread[f"model.{name}"].in_state_dict()
-        if parameter.steps is None:
-            continue
-        moments[name] = {"step": torch.tensor(float(parameter.steps))}
-        for moment in MOMENTS:
-            unread[f"optimizer.state.{name}.{moment}"] = Unread(shape, partial(parameter.read, moment))
-            moments[name][moment] = unread[f"optimizer.state.{name}.{moment}"].in_state_dict()
+        state.add(parameter.name, parameter.shape or (1,), partial(parameter.read, MASTER))  # as scalars are stored
+        if parameter.steps is not None:
+            moments = {moment: partial(parameter.read, moment) for moment in MOMENTS}
+            state.add_moments(parameter.name, torch.tensor(float(parameter.steps)), moments)
     for alias, name in source.aliases.items():
-        model[alias], unread[f"model.{alias}"] = model[name], unread[f"model.{name}"]
-    groups = [
-        {**_settings(source, group), "params": [p.name for p in source.parameters if p.group == number]}
-        for number, group in enumerate(source.groups)
-    ]
-    return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}, unread
+        state.tie(alias, name)
+    for number, group in enumerate(source.groups):
+        names = [parameter.name for parameter in source.parameters if parameter.group == number]
+        state.groups.append({**_settings(source, group), "params": names})
+    return state
 
 
 def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
     """A group of the optimizer with the keys of torch's AdamW."""
-    told = _optimizer_config(source).get("params") or {}
+    told = source.optimizer_config.get("params") or {}
     lr, decoupled = number_of(group["lr"], 0.0), group.get("decoupled_weight_decay")
     if decoupled is None:  # DeepSpeed's own Adams don't say; this is what its engine makes of the config
-        named = str(_optimizer_config(source).get("type", "AdamW"))
+        named = str(source.optimizer_config.get("type", "AdamW"))
         decoupled = named.lower() == "adamw" or bool(told.get("adam_w_mode", True))
     first_beta, second_beta = group["betas"]
     return {
@@ -167,10 +152,6 @@ def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str
         "decoupled_weight_decay": bool(decoupled),
         "initial_lr": number_of(group.get("initial_lr", told.get("lr", lr)), 0.0),
     }
-
-
-def _optimizer_config(source: DeepSpeedCheckpoint) -> Mapping[str, Any]:
-    return source.config.get("optimizer") or {}
 
 
 def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -17,9 +17,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 
+from infinity.checkpoint.checks import failing_as
 from infinity.checkpoint.manifest import (
     FILE_NAME,
     LATEST,
@@ -32,13 +32,11 @@ from infinity.checkpoint.manifest import (
     remove_named,
 )
 from infinity.checkpoint.work_folder import WorkFolder, abandoned, work_path
-from infinity.errors import CheckpointError, IntegrityError
+from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
-from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, from_first_rank, raise_on_all_ranks
 from infinity.store.files import StoredFile, is_own_folder, sync, write_durably
-from infinity.store.run_folder import free_bytes
-from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -50,9 +48,10 @@ class Draft:
     root, tag: its future name. folder: for its files. work_folder: for files about it that are no part of it.
     """
 
-    def __init__(self, root: Path, tag: str, identity: str) -> None:
-        self.root, self.tag, self.identity = root, tag, identity
-        self.work_folder = work_path(root, identity)
+    def __init__(self, directory: str | os.PathLike[str], tag: str) -> None:
+        """A collective: the folder is the same on all ranks."""
+        self.root, self.tag, self.identity = Path(directory), tag, from_first_rank(secrets.token_hex(8))
+        self.work_folder = work_path(self.root, self.identity)
         self.folder = self.work_folder / "new"
         self._work: WorkFolder | None = None
 
@@ -61,15 +60,18 @@ class Draft:
         """The beginning of error messages: writing the checkpoint and its path."""
         return f"writing the checkpoint {self.root / self.tag}"
 
-    def make(self) -> None:
-        """Create the folder, after clearing what killed saves left. Raises CheckpointError, also where a name that will be
-        needed is taken by something else."""
+    def make(self, nbytes: int) -> None:
+        """Create the folder for files of `nbytes` bytes, after clearing what killed saves left. Raises CheckpointError, also if
+        something else has a name that will be needed, or there is too little space."""
         with failing_as(f"writing a checkpoint to {self.root}"):
-            self.root.mkdir(parents=True, exist_ok=True)
-            clear_abandoned(self.root)
             _check_name(self.root / self.tag)
-            _check_latest(self.root / LATEST)
-            self._work = WorkFolder.make(self.root, self.identity, self.tag)
+            latest = self.root / LATEST
+            if os.path.lexists(latest) and not stat.S_ISREG(latest.lstat().st_mode):
+                raise CheckpointError(
+                    f"{latest} is no file, and a file of that name says which checkpoint is the latest: move it away, or "
+                    "choose another folder"
+                )
+            self._work = WorkFolder.make(self.root, self.tag, nbytes, "a checkpoint", identity=self.identity)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Write the last file. Raises CheckpointError where another file is not there as written: the ranks see different
@@ -98,11 +100,11 @@ class Draft:
         assert self._work is not None
         with failing_as(self.task):
             self._publish(self._work)
-        _clear(self.root, self._work)
+        self._work.remove()
         _rotate(self.root, self.tag, keep)
 
     def complete_on_all_ranks(
-        self, manifest: Manifest, files: dict[str, StoredFile], prove: Callable[[], None], keep: int
+        self, manifest: Manifest, files: dict[str, StoredFile], prove: Callable[[], object], keep: int
     ) -> None:
         """As `write_manifest` and `complete`, once every rank has written its `files`. A collective.
 
@@ -125,13 +127,8 @@ class Draft:
 
     def discard(self) -> None:
         """Remove it, if it has no name yet. Idempotent; does nothing on ranks that did not create it."""
-        if self._work is not None and self._work.held:
-            _clear(self.root, self._work)
-
-    def release(self) -> None:
-        """Leave it to be removed by the next save. Idempotent."""
         if self._work is not None:
-            self._work.release()
+            self._work.remove()
 
     def _publish(self, work: WorkFolder) -> None:
         """Rename the folder. At every moment a whole checkpoint has the name, or is set aside where `find` finds it."""
@@ -157,17 +154,6 @@ def _rename_latest(note: Path, root: Path) -> None:
     sync(root)
 
 
-def clear_abandoned(root: Path) -> None:
-    """Remove what killed saves left in a folder: see [Note: What a save may remove] in infinity/checkpoint/work_folder.py."""
-    for work in abandoned(root):
-        _clear(root, work)
-
-
-def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
-    """A draft with the same folder on all ranks. A collective."""
-    return Draft(Path(directory), tag, from_all_ranks(secrets.token_hex(8))[0])
-
-
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
     """The folder of the checkpoint `tag` in a folder, the latest where None. A collective. Raises CheckpointError.
 
@@ -176,39 +162,9 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
     root = Path(directory)
     with raise_on_all_ranks():
         for work in abandoned(root) if dist.get_rank() == 0 else ():
-            _put_back(root, work)
+            work.put_back()
     with raise_on_all_ranks():
         return find_checkpoint(root, tag or read_latest(root))
-
-
-def _put_back(root: Path, work: WorkFolder) -> None:
-    final = root / work.about.target
-    for replaced in reversed(work.replaced):
-        if not os.path.lexists(final):
-            with failing_as(f"recovering {final} from {replaced}"):
-                replaced.rename(final)
-
-
-def _clear(root: Path, work: WorkFolder) -> None:
-    """Remove a work folder. A checkpoint that it set aside gets its name back if that is free. Else its files are removed, and
-    foreign files among them move to the checkpoint that has the name now."""
-    _put_back(root, work)
-    for replaced in work.replaced:
-        with contextlib.suppress(OSError, CheckpointError):
-            manifest = load_manifest(replaced)
-            if manifest is not None:
-                remove_named(replaced, manifest)
-            for foreign in replaced.iterdir() if replaced.exists() else ():
-                moved = root / work.about.target / foreign.name
-                if not os.path.lexists(moved):
-                    foreign.rename(moved)
-            if replaced.exists():
-                replaced.rmdir()
-    for replaced in work.replaced:
-        log.warning(
-            "%s holds what was in %s and is not ours to remove: move it away", replaced, root / work.about.target
-        )
-    work.remove()
 
 
 def _check_name(final: Path) -> None:
@@ -222,15 +178,6 @@ def _check_name(final: Path) -> None:
     except CheckpointError as error:
         why = str(error).partition(": load")[0]
     raise CheckpointError(f"{final} is there already, and {why}: move it away, or choose another tag")
-
-
-def _check_latest(latest: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(latest.lstat().st_mode):
-            raise CheckpointError(
-                f"{latest} is no file, and a file of that name says which checkpoint is the latest: move it away, or choose "
-                "another folder"
-            )
 
 
 def _rotate(root: Path, tag: str, keep: int) -> None:
@@ -263,24 +210,3 @@ def manifest_of(model: nn.Module, global_steps: int, tag: str, state_format: Sta
         tag=tag,
         scalars=sorted(scalar_names(model)),
     )
-
-
-def check_space(root: Path, nbytes: int, name: str) -> None:
-    """Raise CheckpointError unless `nbytes` bytes are free at `root`; `name` says in the message what they are."""
-    free = free_bytes(root)
-    if nbytes > free:
-        raise CheckpointError(
-            f"{name} takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free: free "
-            f"{format_bytes(nbytes - free)} more or save elsewhere"
-        )
-
-
-@contextlib.contextmanager
-def failing_as(task: str) -> Iterator[None]:
-    """Around writing: errors of the system become a CheckpointError that begins with `task`."""
-    try:
-        yield
-    except IntegrityError as error:
-        raise CheckpointError(f"{task} failed ({error})") from None
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{task} failed ({error}): free space there, or choose another folder") from None

@@ -129,15 +129,12 @@ class PickledTensor:
 
     def _read_bytes(self, first: int, numel: int) -> torch.Tensor:
         elements = torch.empty(numel, dtype=self.dtype)
-        into = memoryview(elements.view(torch.uint8).numpy().data)
-        at = self.offset + first * self.dtype.itemsize
+        into = elements.view(torch.uint8).numpy().data
         try:
             with open_regular(self.path) as file:
-                while into:
-                    nbytes = os.preadv(file.fileno(), [into], at)
-                    if not nbytes:
-                        raise CheckpointError(f"{self.path} became shorter while it was read: start anew")
-                    into, at = into[nbytes:], at + nbytes
+                file.seek(self.offset + first * self.dtype.itemsize)
+                if file.readinto(into) < into.nbytes:
+                    raise CheckpointError(f"{self.path} became shorter while it was read: start anew")
         except OSError as error:
             raise CheckpointError(f"{self.path} can't be read ({error}): copy it anew") from None
         return elements

@@ -74,6 +74,11 @@ class Manifest:
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
 
+def stored_file(content: bytes) -> StoredFile:
+    """The entry of a file with this content."""
+    return StoredFile(len(content), hashlib.sha256(content).hexdigest())
+
+
 def load_manifest(checkpoint: Path) -> Manifest | None:
     """The manifest in a checkpoint's folder, None where there is none. Raises CheckpointError where it can't be read."""
     path = checkpoint / FILE_NAME
@@ -83,6 +88,11 @@ def load_manifest(checkpoint: Path) -> Manifest | None:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): load another checkpoint") from None
+
+
+def is_name(text: str) -> bool:
+    """True for the name of one file or folder, which leads out of none."""
+    return text == Path(text).name != ".." and text != "" and "\0" not in text
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
@@ -98,7 +108,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     _refuse_deepspeed(root)
     if tag is None:
         tag = read_latest(root)
-    if not tag or tag != Path(tag).name or tag in (".", ".."):
+    if not is_name(tag):
         raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}; {others(root)}")
     if not is_checkpoint(root / tag):
         _refuse_deepspeed(root / tag)
@@ -133,7 +143,7 @@ def read_latest(root: Path) -> str:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{root / LATEST} can't be read ({error.strerror}); {others(root)}") from None
-    if not tag or tag != Path(tag).name or tag in (".", "..") or "\0" in tag:
+    if not is_name(tag):
         raise CheckpointError(f"{root / LATEST} is damaged: it names no checkpoint; {others(root)}")
     return tag
 
@@ -149,18 +159,13 @@ def others(root: Path, *, but: str = "") -> str:
 def damage(
     checkpoint: Path,
     manifest: Manifest,
-    names: list[str] | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
     *,
     contents: bool = True,
 ) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong with it) for every file, of `names` if given, that differs from the manifest.
-
-    `progress` is called with the number of bytes read since the last call. Without `contents`, only that each is there with
-    its length.
-    """
-    for name in sorted(manifest.files) if names is None else names:
-        if why := _wrong(checkpoint / name, manifest.files[name], progress, contents):
+    """(file, what is wrong with it) for every file that differs from the manifest: see `difference`."""
+    for name in sorted(manifest.files):
+        if why := difference(checkpoint / name, manifest.files[name], progress, contents=contents):
             yield name, why
 
 
@@ -177,7 +182,14 @@ def remove_named(checkpoint: Path, manifest: Manifest) -> None:
         checkpoint.rmdir()
 
 
-def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None], contents: bool) -> str:
+def difference(
+    path: Path, stored: StoredFile, progress: Callable[[int], None] = lambda nbytes: None, *, contents: bool = True
+) -> str:
+    """What is wrong with a file, compared with its entry in a manifest; "" if nothing is.
+
+    `progress` is called with the number of bytes read since the last call. Without `contents`, only that the file is there
+    with its length.
+    """
     digest, nbytes = hashlib.sha256(), 0
     try:
         with open_regular(path) as file:

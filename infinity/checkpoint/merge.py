@@ -24,8 +24,8 @@ from safetensors import safe_open
 from infinity.checkpoint.consolidate import Progress, write_model
 from infinity.errors import CheckpointError, parsing, printable
 from infinity.fsdp2.materialize import open_tensors
-from infinity.store.coded import parts_of_codes
 from infinity.store.files import parse_json
+from infinity.store.stored_parameter import parts_of_codes
 from infinity.units import MIB
 
 _PATTERNS = {"lora_A.weight": "down", "lora_B.weight": "up"}
@@ -67,7 +67,7 @@ def merge(
             raise CheckpointError(
                 f"{source} is in 4 or 8 bits, which adapters can't be merged into: name the one in 16 bits that it was made of"
             )
-        tensors = {name: (_dtype(where, name), _shape(where, name)) for name in sorted(where)}
+        tensors = {name: _dtype_and_shape(where[name], name) for name in sorted(where)}
         lora.check_fits(tensors, source)
         return write_model(
             Path(output),
@@ -211,14 +211,10 @@ class _Adapter:
             raise CheckpointError(f"{self.folder} has trained biases, which can't be merged here: {_INSTEAD}")
 
 
-def _shape(where: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    return tuple(where[name].get_slice(name).get_shape())
-
-
-def _dtype(where: Mapping[str, Any], name: str) -> torch.dtype:
-    has_rows = bool(_shape(where, name))
-    some: torch.Tensor = where[name].get_slice(name)[:0] if has_rows else where[name].get_tensor(name)
-    return some.dtype
+def _dtype_and_shape(file: Any, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    rows = file.get_slice(name)
+    shape = tuple(rows.get_shape())
+    return (rows[:0] if shape else file.get_tensor(name)).dtype, shape
 
 
 def _descriptions(source: Path) -> Iterable[Path]:

@@ -18,12 +18,12 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save
 
-from infinity.checkpoint.draft import clear_abandoned
+from infinity.checkpoint.manifest import is_name
 from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError
 from infinity.fsdp2.materialize import INDEX, SINGLE
@@ -52,7 +52,8 @@ class ModelFiles:
     """
 
     def __init__(self, root: Path, tensors: Tensors, *, bytes_max: int) -> None:
-        """Raises OSError where nothing can be written to `root`, CheckpointError also for a dtype that files don't hold."""
+        """Raises OSError if nothing can be written to `root`, CheckpointError for too little space, or a dtype that files don't
+        hold."""
         self._root, self._tensors = root, tensors
         self.tell: Callable[[int], None] = lambda nbytes: None
         self._files = _cut(tensors, bytes_max)
@@ -63,9 +64,7 @@ class ModelFiles:
         self._named: list[Path] = []
         """Files that have their names but belong to no model yet."""
         self._identity = secrets.token_hex(4)
-        root.mkdir(parents=True, exist_ok=True)
-        clear_abandoned(root)
-        self._work = WorkFolder.make(root, secrets.token_hex(8), SINGLE)
+        self._work = WorkFolder.make(root, SINGLE, self.nbytes, "the model")
 
     def add(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
         """Write the next tensor, whose elements come in `pieces` (on the CPU), one behind the other. Raises OSError."""
@@ -85,19 +84,20 @@ class ModelFiles:
         """Name the files, the index last: see [Note: A model in the place of another]. Raises OSError."""
         self._end_file()
         former = _parts_of(self._root / INDEX)
-        if len(self._files) == 1:
-            named = [self._take_place(self._path(0), SINGLE)]
-            self._free(INDEX)
-        else:
-            index = self._indexed()
-            named = [*self._named, self._take_place(index, INDEX)]
-            self._free(SINGLE)
-        for path in former:
-            path.unlink()
+        single = len(self._files) == 1
+        name, former_name = (SINGLE, INDEX) if single else (INDEX, SINGLE)
+        written = self._path(0) if single else self._indexed()
+        self._move_aside_of_others(name)
+        named = [*self._named, written.rename(self._root / name)]
+        self._named.clear()
+        sync(self._root)
+        self._move_aside_of_others(former_name)
+        for path in (self._root / former_name, *former):
+            path.unlink(missing_ok=True)
         sync(self._root)
         return named
 
-    def clean_up(self) -> None:
+    def close(self) -> None:
         """Remove files that have become no model. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -125,27 +125,13 @@ class ModelFiles:
         sync(written)
         return written
 
-    def _take_place(self, written: Path, name: str) -> Path:
-        """Rename the file to the name that readers look for."""
-        if not _is_ours(self._root / name):
-            self._move_aside(name)
-        place = written.rename(self._root / name)
-        self._named.clear()
-        sync(self._root)
-        return place
-
-    def _free(self, name: str) -> None:
-        """Remove, or move aside, the file that a model written in the other way has left."""
-        if _is_ours(self._root / name):
-            (self._root / name).unlink()
-        else:
-            self._move_aside(name)
-
-    def _move_aside(self, name: str) -> None:
-        if os.path.lexists(self._root / name):
+    def _move_aside_of_others(self, name: str) -> None:
+        """Free a name that readers look for, if a file of others has it."""
+        path = self._root / name
+        if os.path.lexists(path) and _header_of_ours(path) is None:
             aside = f"{name}.replaced-{self._identity}"
-            (self._root / name).rename(self._root / aside)
-            log.warning("%s was not written by save_16bit_model: it is %s now", self._root / name, aside)
+            path.rename(self._root / aside)
+            log.warning("%s was not written by save_16bit_model: it is %s now", path, aside)
 
     def _end_file(self) -> None:
         if self._file is not None:
@@ -197,26 +183,26 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether we wrote the file, or index, of that name."""
+def _header_of_ours(path: Path) -> dict[str, Any] | None:
+    """The header of the file, or the content of the index, of that name; None if we did not write it."""
     try:
         if path.name == INDEX:
-            return bool(json.loads(read_small(path, _HEADER_BYTES_MAX))["metadata"]["writer"] == _WRITER["writer"])
-        with open_regular(path) as file:
-            nbytes = int.from_bytes(file.read(8), "little")
-            if nbytes > min(_HEADER_BYTES_MAX, os.fstat(file.fileno()).st_size):
-                return False
-            return bool(json.loads(file.read(nbytes))["__metadata__"]["writer"] == _WRITER["writer"])
+            header, metadata = json.loads(read_small(path, _HEADER_BYTES_MAX)), "metadata"
+        else:
+            with open_regular(path) as file:
+                nbytes = int.from_bytes(file.read(8), "little")
+                if nbytes > min(_HEADER_BYTES_MAX, os.fstat(file.fileno()).st_size):
+                    return None
+                header, metadata = json.loads(file.read(nbytes)), "__metadata__"
+        return header if header[metadata]["writer"] == _WRITER["writer"] else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+        return None
 
 
 def _parts_of(index: Path) -> list[Path]:
     """Our files that our index names."""
-    if not _is_ours(index):
-        return []
-    names = json.loads(read_small(index, _HEADER_BYTES_MAX)).get("weight_map")
+    names = (_header_of_ours(index) or {}).get("weight_map")
     if not isinstance(names, dict):
         return []
-    files = {name for name in names.values() if isinstance(name, str) and name == Path(name).name and name != ".."}
-    return [index.parent / name for name in sorted(files) if _is_ours(index.parent / name)]
+    files = {name for name in names.values() if isinstance(name, str) and is_name(name)}
+    return [index.parent / name for name in sorted(files) if _header_of_ours(index.parent / name)]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from infinity.checkpoint.checks import failing_as
 from infinity.checkpoint.dcp_storage import Writer, cause_of
-from infinity.checkpoint.draft import check_space, clear_abandoned, failing_as
+from infinity.checkpoint.manifest import FILE_NAME, Manifest, stored_file
+from infinity.checkpoint.training_state import encode
 from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError
-from infinity.store.files import sync
+from infinity.store.files import sync, write_durably
 
 Progress = Callable[[int], None]
+Read = Callable[[int, int], torch.Tensor]
+"""Reads a tensor from the index of a first element, so many elements, flat, in fp32. May raise CheckpointError."""
 
 _PIECE_NUMEL = 64 << 20
 """Elements that go to one file, and are in memory at once: 256 MiB."""
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A tensor to be read when DCP writes it.
-
-    shape: of it. read: from the index of a first element, so many elements, flat, in fp32; may raise CheckpointError.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[int, int], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it in fp32."""
-        return 4 * math.prod(self.shape)
-
-    def in_state_dict(self) -> torch.Tensor:
-        """What stands for it in the state dict."""
-        return torch.empty(self.shape, device="meta")
 
 
 @contextlib.contextmanager
@@ -68,10 +51,7 @@ def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
             raise CheckpointError(f"{final} is there already: remove it, or name another folder")
         if place.is_mount():
             raise CheckpointError(f"{final} is where a file system is mounted: name a folder in it")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        clear_abandoned(place.parent)
-        check_space(place.parent, nbytes, "the checkpoint")
-        work = WorkFolder.make(place.parent, secrets.token_hex(8), place.name)
+        work = WorkFolder.make(place.parent, place.name, nbytes, "the checkpoint")
     try:
         with failing_as(task):
             yield work.new
@@ -82,46 +62,91 @@ def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
         work.remove()
 
 
-def write_state(state: dict[str, Any], unread: Mapping[str, Unread], writer: Writer, tell: Progress) -> None:
-    """Write the state dict; `unread` are the tensors behind its meta tensors, by DCP's names for them.
+class UnreadState:
+    """The state dict of FSDP2 and its optimizer, in which meta tensors stand for masters and moments until DCP writes them.
 
-    `tell` is called with the bytes of each piece. Raises OSError, and CheckpointError where a tensor can't be read.
+    groups: of the optimizer. reads: read what the meta tensors stand for, by DCP's names for them. nbytes: of all these.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state, storage_writer=writer, planner=_Planner(unread, tell), no_dist=True)
-    except dcp.CheckpointException as error:
-        cause = cause_of(error)
-        if isinstance(cause, (CheckpointError, OSError)):
-            raise cause from None
-        raise CheckpointError(f"writing the checkpoint failed: {cause}") from None
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.model = dict(buffers)
+        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+        self.groups: list[dict[str, Any]] = []
+        self.reads: dict[str, Read] = {}
+        self.nbytes = 0
+
+    def add(self, name: str, shape: tuple[int, ...], master: Read) -> None:
+        """Add a parameter."""
+        self.model[name] = self._unread(f"model.{name}", shape, master)
+
+    def add_moments(self, name: str, steps: torch.Tensor | None, moments: Mapping[str, Read]) -> None:
+        """Add the optimizer's state of a parameter; `steps` is None if the optimizer counts none."""
+        shape = tuple(self.model[name].shape)
+        self.moments[name] = {} if steps is None else {"step": steps}
+        for moment, read in moments.items():
+            self.moments[name][moment] = self._unread(f"optimizer.state.{name}.{moment}", shape, read)
+
+    def tie(self, alias: str, name: str) -> None:
+        """Add another name of a parameter or buffer."""
+        self.model[alias] = self.model[name]
+        if f"model.{name}" in self.reads:
+            self.add(alias, tuple(self.model[name].shape), self.reads[f"model.{name}"])
+
+    def _unread(self, key: str, shape: tuple[int, ...], read: Read) -> torch.Tensor:
+        self.reads[key] = read
+        self.nbytes += 4 * math.prod(shape)
+        return torch.empty(shape, device="meta")
+
+    def write(
+        self, folder: Path, training_states: Iterable[dict[str, Any]], manifest: Manifest, tell: Progress
+    ) -> None:
+        """Write the checkpoint's files: the state, the training state of each rank, and the manifest, which has no files yet.
+
+        `tell` is called with the bytes of each piece. Raises OSError, and CheckpointError where a tensor can't be read.
+        """
+        writer = Writer(folder)
+        state = {"model": self.model, "optimizer": {"state": self.moments, "param_groups": self.groups}}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(state, storage_writer=writer, planner=_Planner(self.reads, tell), no_dist=True)
+        except dcp.CheckpointException as error:
+            cause = cause_of(error)
+            if isinstance(cause, (CheckpointError, OSError)):
+                raise cause from None
+            raise CheckpointError(f"writing the checkpoint failed: {cause}") from None
+        files = writer.written
+        for rank, training_state in enumerate(training_states):
+            content = encode(training_state)
+            write_durably(folder / f"rank{rank}.pt", content)
+            files[f"rank{rank}.pt"] = stored_file(content)
+        write_durably(folder / FILE_NAME, replace(manifest, state_format="dcp", files=files).to_json())
 
 
 class _Planner(dcp.DefaultSavePlanner):
     """DCP's plan, but large tensors are cut by rows, and meta tensors are read when they are written."""
 
-    def __init__(self, unread: Mapping[str, Unread], tell: Progress) -> None:
+    def __init__(self, reads: Mapping[str, Read], tell: Progress) -> None:
         super().__init__()
-        self._unread, self._tell = unread, tell
+        self._reads, self._tell = reads, tell
 
     def create_local_plan(self) -> SavePlan:
         """A file for each piece: see `Writer`."""
         plan = super().create_local_plan()
-        items = [piece for item in plan.items for piece in (_cut(item) if item.index.fqn in self._unread else (item,))]
+        items = [piece for item in plan.items for piece in (_cut(item) if item.index.fqn in self._reads else (item,))]
         self.plan = replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The value to write. Raises CheckpointError where it can't be read."""
-        unread = self._unread.get(write_item.index.fqn)
-        if unread is None:
+        read = self._reads.get(write_item.index.fqn)
+        if read is None:
             return super().resolve_data(write_item)
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         row_numel = math.prod(write_item.tensor_data.size[1:])
         numel = math.prod(chunk.sizes)
-        tensor = unread.read(chunk.offsets[0] * row_numel, numel)
+        tensor = read(chunk.offsets[0] * row_numel, numel)
         self._tell(4 * numel)
         return tensor.view(chunk.sizes)
 

@@ -38,7 +38,6 @@ class Snapshot:
 
     def __init__(self, layout: ArenaLayout) -> None:
         _check_parameters(layout)
-        self.layout = layout
         self.sub_groups = _sub_groups_of(layout)
         *self.offsets, self.nbytes = accumulate((sub.nbytes for sub in self.sub_groups), initial=0)
         self._by_parameter: list[list[tuple[SubGroup, Piece]]] = [[] for _ in layout.parameters]

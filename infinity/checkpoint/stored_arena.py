@@ -23,8 +23,8 @@ from infinity.checkpoint.training_state import RANDOM_STATES
 from infinity.errors import CheckpointError
 from infinity.optim.coded_moments import blocks_of, decode
 from infinity.optim.kernel import join
-from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, StoredParameter, differences, parse_record
-from infinity.store.files import open_regular, read_small
+from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, differences, parse_record
+from infinity.store.files import StoredFile, open_regular, read_small
 from infinity.store.layout import BLOCK_NUMEL, Field, SubGroup
 
 
@@ -43,29 +43,33 @@ def record_name(rank: int) -> str:
     return f"rank{rank}.record"
 
 
+def _damaged(path: Path, why: object) -> CheckpointError:
+    reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
+    return damaged(path, reason)
+
+
 class RankState:
-    """The files of one rank. Raises CheckpointError where they can't be read or are damaged."""
+    """The arena of one rank with its record; `stored` is the arena's entry in the manifest.
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._path = path / record_name(rank)
+    Raises CheckpointError where they can't be read or are damaged.
+    """
+
+    def __init__(self, path: Path, rank: int, record: Record, stored: StoredFile | None) -> None:
+        self.record, self.layout = record, record.layout
+        self._arena_path = path / arena_name(rank)
         try:
-            self.record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
-            self.layout = self.record.layout
+            if self.layout.rank != rank:
+                raise ValueError(f"it is rank {self.layout.rank}'s")
             self.snapshot = Snapshot(self.layout)
-            self.ties = ties_of(self.record, [sub.numel for sub in self.snapshot.sub_groups])
-        except (OSError, ValueError) as error:
-            raise self.damaged(error) from None
+            self.ties = ties_of(record, [sub.numel for sub in self.snapshot.sub_groups])
+            if stored is None or stored.nbytes != self.snapshot.nbytes:
+                raise ValueError("its arena file has another length")
+        except ValueError as error:
+            raise damaged(path / record_name(rank), error) from None
         try:
-            self._file = open_regular(path / arena_name(rank))
+            self._file = open_regular(self._arena_path)
         except OSError as error:
-            raise self.damaged(error, arena_name(rank)) from None
-        if self.layout.rank != rank:
-            raise self.damaged(f"it is rank {self.layout.rank}'s")
-
-    def damaged(self, why: object, name: str = "") -> CheckpointError:
-        """The error for a damaged record, or for the damaged file `name` in its folder."""
-        reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
-        return damaged(self._path.with_name(name or self._path.name), reason)
+            raise _damaged(self._arena_path, error) from None
 
     def read_field(self, sub: SubGroup, field: Field, into: torch.Tensor, start: int = 0) -> None:
         """Fill `into` (1-D, contiguous) with a field of a sub-group, from element `start` on."""
@@ -76,7 +80,7 @@ class RankState:
             if self._file.readinto(buffer) < buffer.nbytes:
                 raise OSError(errno.EIO, "it ends too early")
         except OSError as error:
-            raise self.damaged(error, arena_name(self.layout.rank)) from None
+            raise _damaged(self._arena_path, error) from None
 
     def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
@@ -136,41 +140,24 @@ class StoredArena:
         self._ranks: dict[int, RankState] = {}
         self.verify = functools.cache(functools.partial(verify_file, path, manifest))
         """Compares the file of this name with the manifest, once. Raises CheckpointError."""
-        first = self.rank(0)
-        self.shards = first.layout.shards
-        """Number of ranks that each parameter is sharded over. Further ranks are replicas and have stored no arena."""
-        self.parameters = first.layout.parameters
-        """The parameters of the model, as rank 0 had them."""
-        self._layout = first.layout
-        self._numbers = {parameter.name: number for number, parameter in enumerate(self.parameters)}
+        self.layout = self.rank(0).layout
+        """Of rank 0. Ranks from `layout.shards` on are replicas and have stored no arena."""
+        self._numbers = {parameter.name: number for number, parameter in enumerate(self.layout.parameters)}
 
     def rank(self, rank: int) -> RankState:
         """The files of a rank. Raises CheckpointError."""
         if rank not in self._ranks:
-            self.verify(record_name(rank))
-            state = RankState(self.path, rank)
-            try:
-                self._check_belongs(state)
-            except BaseException:
-                state.close()
-                raise
-            self._ranks[rank] = state
+            record = self._read_record(rank)
+            if not self._belongs(record):
+                raise damaged(self.path / record_name(rank), "it belongs to another checkpoint")
+            self._ranks[rank] = RankState(self.path, rank, record, self.manifest.files.get(arena_name(rank)))
         return self._ranks[rank]
-
-    def moments_of(self, parameter: StoredParameter) -> dict[str, Field]:
-        """The fields of what the optimizer keeps of each element of a parameter, by its names."""
-        return self._layout.moments_of(whole=parameter.whole)
 
     def unpaged_state(self, rank: int) -> dict[str, Any]:
         """The unpaged state that a rank stored; where there was no such rank, rank 0's without its random states."""
         if rank >= self.manifest.ranks:
             return {key: value for key, value in self.unpaged_state(0).items() if key not in RANDOM_STATES}
-        self.verify(record_name(rank))
-        try:
-            record = parse_record(read_small(self.path / record_name(rank), RECORD_BYTES_MAX))
-        except (OSError, ValueError) as error:
-            raise damaged(self.path / record_name(rank), getattr(error, "strerror", None) or error) from None
-        unpaged_state = unpaged_state_of(record)
+        unpaged_state = unpaged_state_of(self._read_record(rank))
         groups, steps, buffers = unpaged_state["param_groups"], unpaged_state["steps"], unpaged_state["buffers"]
         if not (
             isinstance(groups, list)
@@ -183,17 +170,13 @@ class StoredArena:
 
     def with_layout(self, here: ArenaLayout) -> RankState | None:
         """The files of the rank whose state lies just as `here`; None where there is none."""
-        if here.ranks != self.manifest.ranks or here.shards != self.shards:
-            return None
-        state = self.rank(here.rank % self.shards)
+        state = self.rank(here.rank % self.layout.shards)
         return None if any(differences(state.layout, replace(here, rank=state.layout.rank))) else state
 
     def read(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32) of the whole parameter `name`."""
         number = self._numbers[name]
-        parts = []
-        for state, first, count in self._rows(number, start, numel):
-            parts.append(state.read(number, field, first, count))
+        parts = [state.read(number, field, first, count) for state, first, count in self._rows(number, start, numel)]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def read_verified(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
@@ -204,33 +187,33 @@ class StoredArena:
 
     def _rows(self, number: int, start: int, numel: int) -> Iterator[tuple[RankState, int, int]]:
         """(rank's files, first element in its shard, count) of the pieces of elements [start, start + numel)."""
-        shape = self.parameters[number].shape
-        for rank in range(self.shards):
-            first, end = rows_of(shape, rank, self.shards)
+        shape, shards = self.layout.parameters[number].shape, self.layout.shards
+        for rank in range(shards):
+            first, end = rows_of(shape, rank, shards)
             low, high = max(start, first), min(start + numel, end)
             if low < high:
                 yield self.rank(rank), low - first, high - low
 
-    def _check_belongs(self, state: RankState) -> None:
-        """Raise CheckpointError where the files are of another save or another model than rank 0's."""
-        layout, first = state.layout, self._ranks[0] if self._ranks else state
-        alike = [(p.name, p.shape, p.trained) for p in layout.parameters] == [
-            (p.name, p.shape, p.trained) for p in first.layout.parameters
-        ]
-        same_save = state.record.commit.identity == first.record.commit.identity
-        if not (alike and same_save and layout.ranks == self.manifest.ranks and layout.shards == first.layout.shards):
-            raise state.damaged("it belongs to another checkpoint")
-        stored = self.manifest.files.get(arena_name(layout.rank))
-        if stored is None or stored.nbytes != state.snapshot.nbytes:
-            raise state.damaged("its arena file has another length")
+    def _read_record(self, rank: int) -> Record:
+        path = self.path / record_name(rank)
+        self.verify(path.name)
+        try:
+            return parse_record(read_small(path, RECORD_BYTES_MAX))
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from None
+
+    def _belongs(self, record: Record) -> bool:
+        """False if the record is of another save or another model than rank 0's."""
+        first = self._ranks[0].record if self._ranks else record
+        same_save = record.commit.identity == first.commit.identity
+        same_ranks = (record.layout.ranks, record.layout.shards) == (self.manifest.ranks, first.layout.shards)
+        theirs, ours = ([(p.name, p.shape, p.trained) for p in of.layout.parameters] for of in (first, record))
+        return same_save and same_ranks and ours == theirs
 
     def __enter__(self) -> StoredArena:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         for state in self._ranks.values():
             state.close()
 
@@ -248,7 +231,7 @@ def prove(path: Path, ranks: Iterable[int]) -> None:
     """Read back the parts of an arena checkpoint that loading parses, of these ranks. Raises CheckpointError."""
     with StoredArena(path) as stored:
         for rank in ranks:
-            check_record(stored.rank(rank % stored.shards).record, stored.unpaged_state(rank))
+            check_record(stored.rank(rank % stored.layout.shards).record, stored.unpaged_state(rank))
 
 
 def _are_tensors(named: object) -> bool:

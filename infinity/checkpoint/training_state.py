@@ -31,6 +31,8 @@ def encode(training_state: dict[str, Any]) -> bytes:
         torch.save(_packed(training_state), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
+    except MemoryError:
+        raise  # says nothing about the state
     except Exception as error:
         raise CheckpointError(
             f"client_state can't be stored ({type(error).__name__}): it may hold numbers, strings, tensors, lists and dicts"

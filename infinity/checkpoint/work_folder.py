@@ -6,7 +6,7 @@ lies in `ROOT/.infinity-saving-IDENTITY/`, which belongs to one save; `about.jso
 that save has ended. A later save removes such a folder only where everything says that a killed save left it: its name, its
 owner, `about.json`, and a lock that nobody holds. Not all file systems show a lock to other machines, so a folder that was
 made on another one must also be untouched for a day. Where no lock can be had, nothing is removed. Of a checkpoint that has
-its name, only files in a manifest of ours are removed (infinity/checkpoint/draft.py).
+its name, only files in a manifest of ours are removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -23,7 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from infinity.checkpoint.checks import check_space, failing_as
+from infinity.checkpoint.manifest import is_name, load_manifest, remove_named
+from infinity.errors import CheckpointError
 from infinity.store.files import is_own_folder, parse_json, sync
+
+log = logging.getLogger("infinity")
 
 PREFIX = ".infinity-saving-"
 _ABOUT = "about.json"
@@ -49,18 +56,27 @@ def work_path(root: Path, identity: str) -> Path:
 class WorkFolder:
     """The folder `work_path` of one save, and its lock. One process has it at a time: see [Note: What a save may remove].
 
-    path: of the folder. new: the empty folder in it to write to. about: the content of `about.json`.
+    path: of the folder. new: the empty folder in it to write to.
     """
 
-    def __init__(self, path: Path, about: About, lock: int) -> None:
-        self.path, self.about = path, about
-        self.new = path / "new"
+    def __init__(self, path: Path, target: str, lock: int) -> None:
+        self.path, self.new = path, path / "new"
+        self._final = path.parent / target
         self._lock = lock
 
     @classmethod
-    def make(cls, root: Path, identity: str, target: str) -> WorkFolder:
-        """Create the work folder for what will be `root/target`. Raises OSError."""
-        path = work_path(root, identity)
+    def make(
+        cls, root: Path, target: str, nbytes: int = 0, name: str = "", *, identity: str | None = None
+    ) -> WorkFolder:
+        """Create the work folder for what will be `root/target`, after clearing what killed saves left in `root`.
+
+        Raises OSError, and CheckpointError unless `nbytes` bytes are free; `name` says in the message what they are.
+        """
+        root.mkdir(parents=True, exist_ok=True)
+        for work in abandoned(root):
+            work.remove()
+        check_space(root, nbytes, name)
+        path = work_path(root, identity or secrets.token_hex(8))
         about = About(target, socket.gethostname(), os.getpid())
         path.mkdir(mode=0o700)
         lock = -1
@@ -75,7 +91,7 @@ class WorkFolder:
                 os.close(lock)
             shutil.rmtree(path, ignore_errors=True)
             raise
-        return cls(path, about, lock)
+        return cls(path, target, lock)
 
     def set_aside(self, path: Path) -> None:
         """Move a checkpoint that is being replaced into this folder. Raises OSError."""
@@ -83,20 +99,40 @@ class WorkFolder:
         sync(self.path)
 
     @property
-    def held(self) -> bool:
-        """Whether we still hold the lock."""
-        return self._lock >= 0
-
-    @property
     def replaced(self) -> list[Path]:
         """The checkpoints set aside, the oldest first."""
         return sorted(self.path.glob("replaced-*"))
 
+    def put_back(self) -> None:
+        """Give a checkpoint that was set aside its name back, if that is free. Raises CheckpointError."""
+        for replaced in reversed(self.replaced):
+            if not os.path.lexists(self._final):
+                with failing_as(f"recovering {self._final} from {replaced}"):
+                    replaced.rename(self._final)
+
     def remove(self) -> None:
-        """Remove the folder, and release the lock. Idempotent. If something has to stay, since it was set aside or another rank
-        is writing, a later save finds it."""
-        if not self.held:
+        """Remove the folder, and release the lock. Idempotent.
+
+        A checkpoint that was set aside gets its name back if that is free. Else its files are removed, and foreign files among
+        them move to the checkpoint that has the name now. If something has to stay, since it is not ours or another rank is
+        writing, a later save finds it.
+        """
+        if self._lock < 0:
             return
+        self.put_back()
+        for replaced in self.replaced:
+            with contextlib.suppress(OSError, CheckpointError):
+                manifest = load_manifest(replaced)
+                if manifest is not None:
+                    remove_named(replaced, manifest)
+                for foreign in replaced.iterdir() if replaced.exists() else ():
+                    moved = self._final / foreign.name
+                    if not os.path.lexists(moved):
+                        foreign.rename(moved)
+                if replaced.exists():
+                    replaced.rmdir()
+        for replaced in self.replaced:
+            log.warning("%s holds what was in %s and is not ours to remove: move it away", replaced, self._final)
         shutil.rmtree(self.new, ignore_errors=True)
         if not self.replaced and not self.new.exists():
             shutil.rmtree(self.path, ignore_errors=True)
@@ -104,7 +140,7 @@ class WorkFolder:
 
     def release(self) -> None:
         """Release the lock and leave everything as it is. Idempotent."""
-        if self.held:
+        if self._lock >= 0:
             lock, self._lock = self._lock, -1
             os.close(lock)
 
@@ -124,27 +160,17 @@ def _take(path: Path) -> WorkFolder | None:
     lock = os.open(path / _ABOUT, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if _lock(lock, wait=False):
-            about = _parse(os.read(lock, _ABOUT_BYTES_MAX))
-            if about.host == socket.gethostname() or time.time() - _changed(path) > _LEFT_ALONE_SECONDS:
-                return WorkFolder(path, about, lock)
+            about = parse_json(About, os.read(lock, _ABOUT_BYTES_MAX))
+            if not is_name(about.target):
+                raise ValueError(f"{about.target!r} is no name")
+            changed = max(place.lstat().st_mtime for place in (path, *path.rglob("*")))
+            if about.host == socket.gethostname() or time.time() - changed > _LEFT_ALONE_SECONDS:
+                return WorkFolder(path, about.target, lock)
     except BaseException:
         os.close(lock)
         raise
     os.close(lock)
     return None
-
-
-def _parse(content: bytes) -> About:
-    """Raises ValueError where the content is not from a save of ours."""
-    about = parse_json(About, content)
-    if about.target != Path(about.target).name or about.target in ("", ".", ".."):
-        raise ValueError(f"{about.target!r} is no name")
-    return about
-
-
-def _changed(path: Path) -> float:
-    """Time of the last change in the folder."""
-    return max(place.lstat().st_mtime for place in (path, *path.rglob("*")))
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:

@@ -91,17 +91,17 @@ def _add(
 def _info(options: argparse.Namespace) -> int:
     from infinity.checkpoint.consolidate import open_model
     from infinity.checkpoint.manifest import others
+    from infinity.cli.tables import print_facts
 
     with open_model(options.checkpoint, options.tag) as model:
         manifest = model.manifest
-        buffers = set(manifest.buffers) if manifest else set()
-        parameters = [name for name in model.names if name not in buffers]
+        parameters = [shape for name, (_, shape) in model.tensors.items() if name not in model.buffers]
         facts: dict[str, Any] = {
             "checkpoint": str(model.path),
             "saved": manifest.saved if manifest else None,
             "global_steps": manifest.global_steps if manifest else None,
             "ranks": manifest.ranks if manifest else None,
-            "parameters": sum(math.prod(model.tensors[name].size) for name in parameters),
+            "parameters": sum(math.prod(shape) for shape in parameters),
             "parameter_tensors": len(parameters),
             "tied": model.aliases,
             "state_format": manifest.state_format if manifest else "dcp",
@@ -109,40 +109,29 @@ def _info(options: argparse.Namespace) -> int:
             "nbytes": sum(file.stat().st_size for file in model.path.iterdir() if file.is_file()),
             "hashed": manifest is not None,
         }
-        tensors = [
-            {
-                "name": name,
-                "shape": list(model.shape(name)),
-                "dtype": str(model.tensors[name].properties.dtype).removeprefix("torch."),
-                "buffer": name in buffers,
-            }
-            for name in model.names
-        ]
+        tensors: list[dict[str, Any]] = []
+        for name, (dtype, shape) in model.tensors.items() if options.tensors else ():
+            kind = str(dtype).removeprefix("torch.")
+            tensors.append({"name": name, "shape": list(shape), "dtype": kind, "buffer": name in model.buffers})
     if options.json:
-        return _print_json({**facts, "tensors": tensors} if options.tensors else facts)
-    _print_info(facts, tensors if options.tensors else [], others(model.path.parent, but=model.path.name))
-    return 0
-
-
-def _print_info(facts: dict[str, Any], tensors: list[dict[str, Any]], elsewhere: str) -> None:
-    from infinity.cli.tables import print_facts
-
-    rows = {
-        "checkpoint": facts["checkpoint"],
-        "saved": facts["saved"],
-        "optimizer steps": facts["global_steps"],
-        "written by": f"{facts['ranks']} rank(s)" if facts["ranks"] else None,
-        "format": {"dcp": "PyTorch's (dcp)", "arena": "as in the arenas (arena)"}[facts["state_format"]],
-        "parameters": f"{format_count(facts['parameters'])} in {facts['parameter_tensors']} tensors",
-        "tied": ", ".join(f"{alias} = {name}" for alias, name in facts["tied"].items()) or None,
-        "on the drive": format_bytes(facts["nbytes"]),
-        "hashes": "yes, for every file" if facts["hashed"] else "none: save_checkpoint did not write it",
-        "beside it": elsewhere,
-    }
-    print_facts(rows)
+        return _print_report(options, facts | ({"tensors": tensors} if options.tensors else {}), "")
+    print_facts(
+        {
+            "checkpoint": facts["checkpoint"],
+            "saved": facts["saved"],
+            "optimizer steps": facts["global_steps"],
+            "written by": f"{facts['ranks']} rank(s)" if facts["ranks"] else None,
+            "format": {"dcp": "PyTorch's (dcp)", "arena": "as in the arenas (arena)"}[facts["state_format"]],
+            "parameters": f"{format_count(facts['parameters'])} in {facts['parameter_tensors']} tensors",
+            "tied": ", ".join(f"{alias} = {name}" for alias, name in facts["tied"].items()) or None,
+            "on the drive": format_bytes(facts["nbytes"]),
+            "hashes": "yes, for every file" if facts["hashed"] else "none: save_checkpoint did not write it",
+            "beside it": others(model.path.parent, but=model.path.name),
+        }
+    )
     for tensor in tensors:
-        kind = " (buffer)" if tensor["buffer"] else ""
-        print(f"{tensor['name']}  {tensor['dtype']} {tensor['shape']}{kind}")
+        print(f"{tensor['name']}  {tensor['dtype']} {tensor['shape']}{' (buffer)' if tensor['buffer'] else ''}")
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -159,12 +148,11 @@ def _verify(options: argparse.Namespace) -> int:
         wrong = dict(damage(path, manifest, progress=begin(manifest.nbytes)))
     unlisted = {file.name for file in path.iterdir()} - {*manifest.files, FILE_NAME}
     wrong |= dict.fromkeys(sorted(unlisted), "the manifest doesn't know it")
-    if options.json:
+    if options.json or not wrong:
         damaged = [{"file": name, "why": why} for name, why in wrong.items()]
         about = {"files": len(manifest.files), "nbytes": manifest.nbytes, "damaged": damaged}
-        _print_json({"checkpoint": str(path), "whole": not wrong, **about})
-    elif not wrong:
-        print(f"{path} is whole: {len(manifest.files)} files, {format_bytes(manifest.nbytes)}")
+        text = f"{path} is whole: {len(manifest.files)} files, {format_bytes(manifest.nbytes)}"
+        _print_report(options, {"checkpoint": str(path), "whole": not wrong, **about}, text)
     for name, why in wrong.items():
         print(f"infinity-ckpt: {path / name} is damaged: {why}", file=sys.stderr)
     return 1 if wrong else 0
@@ -193,10 +181,8 @@ def _export(options: argparse.Namespace) -> int:
         path = export(options.checkpoint, options.output, tag=options.tag, progress=begin)
     manifest = load_manifest(path)
     assert manifest is not None
-    if options.json:
-        return _print_json({"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes})
-    print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
-    return 0
+    report = {"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes}
+    return _print_report(options, report, f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -225,17 +211,16 @@ def _import(options: argparse.Namespace) -> int:
         "left_out": list(imported.left_out),
         "nbytes": imported.nbytes,
     }
-    if options.json:
-        return _print_json(facts)
-    print(
-        f"{source.path}: {source.kind}, {source.ranks} rank(s), step {facts['global_steps']}, "
-        f"{format_count(imported.numel)} parameters in {facts['parameter_tensors']} tensors"
-    )
-    print("".join(f"left out: {reason}\n" for reason in imported.left_out), end="")
     place = f"{format_bytes(imported.nbytes)} in {imported.path}"
-    ready = f'{place}: load_checkpoint("{options.output}")'
-    print(f"nothing is written; it would be {place}" if options.dry_run else ready)
-    return 0
+    lines = [
+        f"{source.path}: {source.kind}, {source.ranks} rank(s), step {facts['global_steps']}, "
+        f"{format_count(imported.numel)} parameters in {facts['parameter_tensors']} tensors",
+        *(f"left out: {reason}" for reason in imported.left_out),
+        f"nothing is written; it would be {place}"
+        if options.dry_run
+        else f'{place}: load_checkpoint("{options.output}")',
+    ]
+    return _print_report(options, facts, "\n".join(lines))
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -250,14 +235,12 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _tell_written(options: argparse.Namespace, files: Sequence[Path], **more: str) -> int:
     nbytes = sum(file.stat().st_size for file in files)
-    if options.json:
-        return _print_json({"files": [str(file) for file in files], "nbytes": nbytes, **more})
-    print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
-    return 0
+    text = f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}"
+    return _print_report(options, {"files": [str(file) for file in files], "nbytes": nbytes, **more}, text)
 
 
-def _print_json(report: dict[str, Any]) -> int:
-    print(json.dumps({"format": JSON_FORMAT, **report}, indent=2))
+def _print_report(options: argparse.Namespace, report: dict[str, Any], text: str) -> int:
+    print(json.dumps({"format": JSON_FORMAT, **report}, indent=2) if options.json else text)
     return 0
 
 

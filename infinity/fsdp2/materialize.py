@@ -27,9 +27,8 @@ from infinity.fsdp2.experts import parts_in_files, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store.coded import parts_of_codes
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
-from infinity.store.stored_parameter import read_rows, stored_parameter
+from infinity.store.stored_parameter import parts_of_codes, read_rows, stored_parameter
 from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")

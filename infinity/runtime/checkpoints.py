@@ -55,7 +55,7 @@ class Checkpoints:
             raise ConfigError(f'a checkpoint\'s format is "dcp" or "arena", got {form!r}')
         if form == "arena" and swap is None:
             raise ConfigError(
-                'checkpoints of format "arena" are what rests on NVMe, and nothing of this training does: use "dcp", or set '
+                'checkpoints of format "arena" copy what is offloaded, and nothing of this training is: use "dcp", or set '
                 'offload_param or offload_optimizer to {"device": "nvme", ...}'
             )
         if form == "arena" and swap is not None and swap.paged.foreign_names:
@@ -82,13 +82,8 @@ class Checkpoints:
     def finish(self) -> None:
         """`Engine.finish_checkpoint`."""
         saving, self.saving = self.saving, None
-        if saving is None:
-            return
-        try:
+        if saving is not None:
             saving.finish()
-        except BaseException:
-            saving.cancel()
-            raise
 
     def finish_if_copied(self) -> None:
         """Between two steps: give the checkpoint that is on its way its name, if all of it is there on all ranks."""

@@ -10,7 +10,6 @@ are mapped into memory, not read, and it writes one file at a time, with all tha
 from __future__ import annotations
 
 import inspect
-import secrets
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
-from infinity.checkpoint.draft import clear_abandoned
 from infinity.checkpoint.model_files import SAFETENSORS_BYTES_MAX
 from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError, InfinityError
@@ -104,9 +102,7 @@ def _save_state_dict(save: Any, module: nn.Module, folder: Any, *, state_dict: A
 
 def _make_work_folder(folder: Path) -> WorkFolder:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        clear_abandoned(folder)
-        return WorkFolder.make(folder, secrets.token_hex(8), SINGLE)
+        return WorkFolder.make(folder, SINGLE)
     except OSError as error:
         raise CheckpointError(f"{folder} can't be written to ({error.strerror}): name another folder") from None
 

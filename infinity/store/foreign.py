@@ -9,7 +9,7 @@ shards, one behind the other into its lease, and each shard is found at the same
 share a page, or whose pages are neighbours, are read as one. The last page of a file is rarely whole: what it has is read when
 the file is opened, and stays in host memory.
 
-Nothing is ever written to these files, locked in them, or left beside them. Who changes one while it is in use is found out:
+Nothing is ever written to these files, locked in them, or left in their folder. A change of one while it is in use is detected:
 until the first read of a range the file must not have changed since it was opened, and from then on every page must hold what
 that read found ([Note: integrity] in csrc/aio/checksums.h).
 """
@@ -60,32 +60,27 @@ class StoredTensor:
     offset: int
     nbytes: int
 
-    def rows(self, first: int, count: int) -> FileRange:
-        """Where `count` rows from row `first` on are."""
-        row_bytes = self.nbytes // self.shape[0] if self.nbytes else 0
-        return FileRange(self.path, self.offset + first * row_bytes, count * row_bytes)
-
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        """As `rows`, for who takes several."""
-        return (self.rows(first, count),)
+        row_bytes = self.nbytes // self.shape[0] if self.nbytes else 0
+        return (FileRange(self.path, self.offset + first * row_bytes, count * row_bytes),)
+
+    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        (part,) = parts
+        out.copy_(as_elements(part, FOREIGN_DTYPES[self.dtype]).view(out.shape))
 
 
-class CodedParameter(Protocol):
-    """A parameter that files hold in another form: see coded.py."""
+class StoredParameter(Protocol):
+    """What a frozen parameter is read from: a `StoredTensor`, or another form of stored_parameter.py."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the parameter."""
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        """What rows [first, first + count) take of the files."""
+        """The bytes of the files that hold rows [first, first + count)."""
 
     def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
-        """Set `out` (rows from `first` on) from the bytes of `ranges`, on any device."""
-
-
-StoredParameter = StoredTensor | CodedParameter
-"""What a frozen parameter is read from."""
+        """Set `out` (rows from `first` on, not empty) from the bytes of `ranges`, on any device."""
 
 
 def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -210,11 +205,14 @@ def lay_out(rows: Mapping[int, ForeignRows]) -> ForeignPart:
 
 
 class ForeignFile:
-    """A file of the user, opened to be read only, and what it was like then."""
+    """A file of the user, opened to be read only, and what it was like then. Its last page is in memory, if it is not whole."""
 
     def __init__(self, path: Path, *, drive: int, checksums: bool) -> None:
         self.file = File(path, read_only=True, drive=drive, checksums=checksums)
         self._opened, self._checked = os.fstat(self.file.fileno()), set[int]()
+        self._whole_bytes = self.file.size_bytes // PAGE_BYTES * PAGE_BYTES
+        with path.open("rb") as opened:
+            self._end = os.pread(opened.fileno(), PAGE_BYTES, self._whole_bytes)
 
     def check_first_read(self, offset: int) -> None:
         """Raise IntegrityError if what was read at `offset` for the first time may be newer than the opening of the file."""
@@ -226,6 +224,10 @@ class ForeignFile:
             why = "was changed after it was opened and before it was read: start again with the file as it is to be"
             raise IntegrityError(f"{self.file.path} {why}", errno.EBADMSG, "read", self.file.path, offset)
         self._checked.add(offset)
+
+    def split_end(self, pages: FileRange) -> tuple[int, bytes]:
+        """Of whole pages: how many bytes are to be read, and what the last page of the file adds to them."""
+        return min(pages.end, self._whole_bytes) - pages.offset, self._end if pages.end > self._whole_bytes else b""
 
 
 class ForeignFiles:
@@ -241,19 +243,12 @@ class ForeignFiles:
 
     def __init__(self, paths: Iterable[Path], drive_of: Callable[[Path], int], *, checksums: bool) -> None:
         self._files: dict[Path, ForeignFile] = {}
-        self._ends: dict[Path, tuple[int, bytes]] = {}
         try:
             for path in dict.fromkeys(paths):
-                file = self._files[path] = ForeignFile(path, drive=drive_of(path), checksums=checksums)
-                whole = file.file.size_bytes // PAGE_BYTES * PAGE_BYTES
-                with path.open("rb") as opened:
-                    self._ends[path] = whole, os.pread(opened.fileno(), PAGE_BYTES, whole)
+                self._files[path] = ForeignFile(path, drive=drive_of(path), checksums=checksums)
         except BaseException:
             self.close()
             raise
-
-    def __len__(self) -> int:
-        return len(self._files)
 
     @property
     def notes(self) -> list[str]:
@@ -264,11 +259,6 @@ class ForeignFiles:
     def file(self, path: Path) -> ForeignFile:
         """The open file."""
         return self._files[path]
-
-    def split_end(self, pages: FileRange) -> tuple[int, bytes]:
-        """Of whole pages: how many bytes are to be read, and what the file's last page, which is not whole, adds to them."""
-        whole, end = self._ends[pages.path]
-        return min(pages.end, whole) - pages.offset, end if pages.end > whole else b""
 
     def close(self) -> None:
         """Close them. Transfers in flight keep theirs open until they end. Idempotent."""

@@ -12,10 +12,10 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.store.foreign import (
-    CodedParameter,
     FileRange,
     ForeignFiles,
     ForeignRows,
+    StoredParameter,
     StoredTensor,
     as_elements,
     lay_out,
@@ -89,7 +89,7 @@ class CodedShard(ForeignShard):
     ranges in the delivery; `coded`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
 
     places: Sequence[slice]
-    coded: CodedParameter
+    coded: StoredParameter
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         out = torch.empty(self.padded_shape.numel(), dtype=self.gathered_dtype, device=piece.device)
@@ -120,7 +120,8 @@ def spans_of(
     files: ForeignFiles, pages: FileRange, lease_offset: int
 ) -> tuple[tuple[Span, ...], tuple[tuple[int, torch.Tensor], ...]]:
     """What reads whole pages of a file into a lease, and what of them is in host memory: a chunk's `reads` and `fills`."""
-    nbytes, end = files.split_end(pages)
-    reads = (Span(pages.offset, lease_offset, nbytes, files.file(pages.path)),) if nbytes else ()
+    file = files.file(pages.path)
+    nbytes, end = file.split_end(pages)
+    reads = (Span(pages.offset, lease_offset, nbytes, file),) if nbytes else ()
     fills = ((lease_offset + nbytes, torch.frombuffer(bytearray(end), dtype=torch.uint8)),) if end else ()
     return reads, fills

@@ -32,8 +32,7 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity.checkpoint import arena as checkpoint_arena
-from infinity.checkpoint import draft as checkpoint_draft
-from infinity.checkpoint import stored_arena
+from infinity.checkpoint import checks, stored_arena
 from infinity.checkpoint.draft import Draft
 from infinity.checkpoint.manifest import load_manifest
 from infinity.checkpoint.snapshot import Snapshot
@@ -285,7 +284,7 @@ def test_a_failed_copy_is_told_and_leaves_the_last_checkpoint(
         assert sorted(each.name for each in tmp_path.iterdir()) == ["good", "latest"]
         engine.finish_checkpoint()
         engine.save_checkpoint(tmp_path, tag="next")
-        monkeypatch.setattr(checkpoint_draft, "free_bytes", lambda path: 4000)
+        monkeypatch.setattr(checks, "free_bytes", lambda path: 4000)
         with pytest.raises(infinity.CheckpointError, match=r"a checkpoint takes .* and .* has 3.91 KiB free"):
             engine.save_checkpoint(tmp_path, tag="more")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["good", "latest", "next"]
@@ -493,11 +492,11 @@ def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Path, Any], nvme_
 
 def test_arenas_need_nvme(nvme_path: Path, tmp_path: Path) -> None:
     with make(nvme_path, Case(), "in memory") as engine:
-        with pytest.raises(infinity.ConfigError, match='nothing of this training does: use "dcp"'):
+        with pytest.raises(infinity.ConfigError, match='nothing of this training is: use "dcp"'):
             engine.save_checkpoint(tmp_path, format="arena")
         with pytest.raises(infinity.ConfigError, match="got 'zip'"):
             engine.save_checkpoint(tmp_path, format="zip")
-    with pytest.raises(infinity.ConfigError, match=r"checkpoint_format.*nothing rests on NVMe"):
+    with pytest.raises(infinity.ConfigError, match=r"checkpoint_format.*nothing is offloaded"):
         infinity.initialize(
             model=torch.nn.Linear(2, 2), config={"infinity": {"checkpoint_format": "arena"}, "train_batch_size": 1}
         )

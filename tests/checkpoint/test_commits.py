@@ -8,6 +8,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import durable_training as training
 import pytest
@@ -16,6 +17,7 @@ from durable_training import Case, Crash, make, step, weights
 
 import infinity
 from infinity.checkpoint import commits
+from infinity.checkpoint.training_state import encode
 from infinity.plan.estimate import record_bytes
 from infinity.store import run_folder
 from infinity.store.commit import parse_record
@@ -525,6 +527,11 @@ def test_what_cannot_be_stored_is_told_at_the_step(nvme_path: Path) -> None:
         with pytest.raises(infinity.CheckpointError, match="client_state can't be stored"):
             engine.step()
         raise Crash
+
+
+def test_a_lack_of_memory_is_not_taken_for_state_that_cannot_be_stored() -> None:
+    with mock.patch("torch.save", side_effect=MemoryError), pytest.raises(MemoryError):
+        encode({"step": 1})
 
 
 def test_a_commit_in_the_middle_of_a_step_is_refused(nvme_path: Path) -> None:

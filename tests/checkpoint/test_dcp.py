@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile import MakesFolder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -28,12 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
+from infinity.checkpoint import checks, model_files, work_folder
 from infinity.checkpoint import dcp as checkpoint
 from infinity.checkpoint import draft as checkpoint_draft
-from infinity.checkpoint import model_files, work_folder
-from infinity.checkpoint.draft import Draft, draft_of, find
+from infinity.checkpoint.draft import Draft, find
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.model_files import ModelFiles
+from infinity.checkpoint.work_folder import WorkFolder
 from infinity.fsdp2 import first_values, materialize
 from infinity.store.files import StoredFile, write_durably
 from infinity.swap import PagedTensor
@@ -60,8 +62,9 @@ class Model(nn.Module):
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def config(path: Path | None) -> dict[str, Any]:
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
+def config(path: Path | None, device: str = "none") -> dict[str, Any]:
+    """`device`: where all is, if there is no path."""
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": device}
     return {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -79,10 +82,10 @@ def config(path: Path | None) -> dict[str, Any]:
 
 
 def engine_for(
-    path: Path | None, *, model: nn.Module | None = None, seed: int = 0, **arguments: Any
+    path: Path | None, *, model: nn.Module | None = None, seed: int = 0, device: str = "none", **arguments: Any
 ) -> infinity.Engine:
     torch.manual_seed(seed)
-    engine, *_ = infinity.initialize(model=model or Model(), config=config(path), **arguments)
+    engine, *_ = infinity.initialize(model=model or Model(), config=config(path, device), **arguments)
     return engine
 
 
@@ -97,14 +100,14 @@ def steps(engine: Any, first: int, count: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("saver", ["nvme", "memory"])
-@pytest.mark.parametrize("loader", ["nvme", "memory"])
+@pytest.mark.parametrize("saver", ["nvme", "none", "cpu"])
+@pytest.mark.parametrize("loader", ["nvme", "none", "cpu"])
 def test_resuming_gives_the_losses_of_going_on(saver: str, loader: str, nvme_path: Path, tmp_path: Path) -> None:
-    with engine_for(nvme_path if saver == "nvme" else None) as engine:
+    with engine_for(nvme_path if saver == "nvme" else None, device=saver) as engine:
         steps(engine, 0, 4)
         engine.save_checkpoint(tmp_path, client_state={"seen": 16, "note": "half way"})
         expected = steps(engine, 4, 4)
-    with engine_for(nvme_path if loader == "nvme" else None, seed=7) as engine:
+    with engine_for(nvme_path if loader == "nvme" else None, seed=7, device=loader) as engine:
         path, state = engine.load_checkpoint(tmp_path)
         assert path == str(tmp_path / "global_step4")
         assert state == {"seen": 16, "note": "half way"}
@@ -340,14 +343,12 @@ def test_no_room_for_a_checkpoint_is_told_before_it_is_written(
 ) -> None:
     with engine_for(nvme_path) as engine:
         engine.save_checkpoint(tmp_path, tag="good")
-        monkeypatch.setattr(checkpoint_draft, "free_bytes", lambda path: 4000)
+        monkeypatch.setattr(checks, "free_bytes", lambda path: 4000)
         with pytest.raises(infinity.CheckpointError, match=r"takes .* KiB, and .* has 3.91 KiB free: free .* more"):
             engine.save_checkpoint(tmp_path, tag="next")
         with pytest.raises(infinity.CheckpointError, match=r"the model takes .* KiB, and .* more or save elsewhere"):
             engine.save_16bit_model(tmp_path / "model")
-        monkeypatch.setattr(
-            checkpoint_draft, "free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters())
-        )
+        monkeypatch.setattr(checks, "free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters()))
         with pytest.raises(infinity.CheckpointError, match="more or save elsewhere"):
             engine.save_checkpoint(tmp_path, tag="next")  # a buffer and the step counts need room too
     assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest", "model"]
@@ -367,12 +368,18 @@ def kill_at(module: Any, name: str, monkeypatch: pytest.MonkeyPatch, ready: Draf
         patched.setattr(module, name, killed)
         with pytest.raises(Killed):
             ready.complete(0)
-    ready.release()  # as the death of the process that made it does
+    die(ready)
+
+
+def die(draft: Draft) -> None:
+    """Release the lock, as the death of the process that made the draft does."""
+    assert draft._work is not None
+    draft._work.release()
 
 
 def some_files(draft: Draft) -> Draft:
     """What a save of no model writes, with a file for each rank of two."""
-    draft.make()
+    draft.make(0)
     files = {}
     for name in (".metadata", "rank0.pt", "rank1.pt"):
         write_durably(draft.folder / name, name.encode())
@@ -383,7 +390,7 @@ def some_files(draft: Draft) -> Draft:
 
 
 def saved(root: Path, tag: str, *, keep: int = 0) -> None:
-    some_files(draft_of(root, tag)).complete(keep)
+    some_files(Draft(root, tag)).complete(keep)
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
@@ -450,25 +457,33 @@ def test_a_name_that_something_else_bears_is_told_before_anything_is_written(
 
 def test_two_jobs_save_to_one_folder(tmp_path: Path) -> None:
     """Whatever one does, what the other is writing stays; who completes last has the name."""
-    theirs = some_files(draft_of(tmp_path, "one"))
+    theirs = some_files(Draft(tmp_path, "one"))
     saved(tmp_path, "one", keep=1)
     find(tmp_path, None)
     assert theirs.folder.is_dir()
-    other = some_files(draft_of(tmp_path, "one"))
+    other = some_files(Draft(tmp_path, "one"))
     theirs.complete(1)
     other.discard()
     assert contents(tmp_path).keys() == {"latest", "one", *(f"one/{name}" for name in contents(tmp_path / "one"))}
 
 
-@pytest.mark.parametrize("instant", ["_check_name", "_rename_latest", "_clear", "remove_named"])
+@pytest.mark.parametrize(
+    ("place", "instant"),
+    [
+        (checkpoint_draft, "_check_name"),
+        (checkpoint_draft, "_rename_latest"),
+        (WorkFolder, "remove"),
+        (work_folder, "remove_named"),
+    ],
+)
 def test_a_save_that_is_killed_at_its_end_leaves_a_whole_checkpoint(
-    instant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, instant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the older of that name is set aside, when the new one has it, and while the older is removed."""
     saved(tmp_path, "best")
     before = contents(tmp_path / "best")
-    ready = some_files(draft_of(tmp_path, "best"))
-    kill_at(checkpoint_draft, instant, monkeypatch, ready)
+    ready = some_files(Draft(tmp_path, "best"))
+    kill_at(place, instant, monkeypatch, ready)
     assert find(tmp_path, "best") == tmp_path / "best"
     assert contents(tmp_path / "best") == before
     saved(tmp_path, "other")
@@ -479,7 +494,7 @@ def test_a_save_that_is_killed_at_its_end_leaves_a_whole_checkpoint(
 def test_what_a_killed_save_set_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, "best")
     before = contents(tmp_path / "best")
-    ready = some_files(draft_of(tmp_path, "best"))
+    ready = some_files(Draft(tmp_path, "best"))
     kill_at(work_folder, "sync", monkeypatch, ready)
     assert not (tmp_path / "best").exists()
     assert find(tmp_path, None) == tmp_path / "best"
@@ -489,8 +504,8 @@ def test_what_a_killed_save_set_aside_comes_back(tmp_path: Path, monkeypatch: py
 def test_what_another_machine_left_stays_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all file systems show a lock to other machines."""
     monkeypatch.setattr(work_folder.socket, "gethostname", lambda: "elsewhere")
-    left = some_files(draft_of(tmp_path, "one"))
-    left.release()
+    left = some_files(Draft(tmp_path, "one"))
+    die(left)
     monkeypatch.undo()
     saved(tmp_path, "two")
     assert left.folder.is_dir()
@@ -502,8 +517,8 @@ def test_what_another_machine_left_stays_for_a_day(tmp_path: Path, monkeypatch: 
 
 def test_ranks_that_see_different_folders_make_no_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, "one")
-    draft = draft_of(tmp_path, "two")
-    draft.make()
+    draft = Draft(tmp_path, "two")
+    draft.make(0)
     files = {name: StoredFile(3, "0" * 64) for name in ("rank0.pt", "rank1.pt")}
     write_durably(draft.folder / "rank0.pt", b"abc")
     with pytest.raises(
@@ -590,21 +605,17 @@ def test_a_link_or_a_pipe_in_a_checkpoint_is_not_followed(nvme_path: Path, tmp_p
 
 
 def test_no_code_of_a_checkpoint_is_run(nvme_path: Path, tmp_path: Path) -> None:
-    class Spiteful:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
     with engine_for(nvme_path) as engine:
         engine.save_checkpoint(tmp_path, tag="one")
         (tmp_path / "one" / "manifest.json").unlink()  # as in a checkpoint of another program
         for file in (".metadata", "rank0.pt"):
             whole = (tmp_path / "one" / file).read_bytes()
-            (tmp_path / "one" / file).write_bytes(pickle.dumps(Spiteful()))
+            (tmp_path / "one" / file).write_bytes(pickle.dumps(MakesFolder(tmp_path / "ran")))
             with pytest.raises(infinity.CheckpointError, match="damaged"):
                 engine.load_checkpoint(tmp_path)
             (tmp_path / "one" / file).write_bytes(whole)
         for file in (tmp_path / "one").glob("*.distcp"):
-            file.write_bytes(pickle.dumps(Spiteful()))
+            file.write_bytes(pickle.dumps(MakesFolder(tmp_path / "ran")))
         with pytest.raises(infinity.CheckpointError):
             engine.load_checkpoint(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -729,7 +740,7 @@ def write_model(root: Path, value: float) -> None:
         for name in tensors:
             files.add(name, [torch.full((4,), value)])
         files.finish()
-        files.clean_up()
+        files.close()
     finally:
         files._work.release()  # as the death of a process does
 

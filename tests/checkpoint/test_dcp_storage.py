@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile import MakesFolder
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -75,11 +76,7 @@ def test_no_file_outside_the_folder_is_read(name: Any, written: bytes, tmp_path:
 
 
 def test_values_that_are_no_tensors_run_nothing(tmp_path: Path) -> None:
-    class Spiteful:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    dcp.save({"value": Spiteful()}, checkpoint_id=tmp_path / "made", no_dist=True)
+    dcp.save({"value": MakesFolder(tmp_path / "ran")}, checkpoint_id=tmp_path / "made", no_dist=True)
     with pytest.raises(dcp.CheckpointException):
         dcp.load({"value": None}, storage_reader=Reader(tmp_path / "made"), planner=Planner(), no_dist=True)
     assert not (tmp_path / "ran").exists()

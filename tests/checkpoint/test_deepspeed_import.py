@@ -7,9 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from converting import interrupted, peak_of
 from deepspeed_saves import TAG, Save, change
-from peak_memory import peak_of
+from hostile import MakesFolder
 from torch import nn
 
 import infinity
-from infinity.checkpoint import deepspeed_import, piecewise
+from infinity.checkpoint import piecewise
 from infinity.checkpoint.dcp_storage import Reader
 from infinity.checkpoint.deepspeed_import import import_deepspeed
 from infinity.checkpoint.work_folder import WorkFolder
@@ -206,19 +204,9 @@ def test_the_loss_scale_and_schedules_of_torch_come_over(save: Save, tmp_path: P
     assert state["loss_scale"] == {"scale": 256.0, "step": 5, "last_overflow": 1, "hysteresis": 2}
 
 
-class Evil:
-    """Whose pickle makes a folder."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
 @pytest.mark.parametrize("write", [Save.write_stage3, Save.write_stage2, Save.write_universal])
 def test_no_code_in_it_is_run(write: Callable[..., Path], save: Save, tmp_path: Path) -> None:
-    save.model_state["evil"] = Evil(tmp_path / "marker")
+    save.model_state["evil"] = MakesFolder(tmp_path / "marker")
     for group in save.optimizer.param_groups:
         group["evil"] = save.model_state["evil"]
     write(save, tmp_path / "theirs")
@@ -434,14 +422,14 @@ def test_out_must_be_free_and_have_the_space(
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "theirs")]) == 1
     assert "is there already: remove it, or name another folder" in capsys.readouterr().err
     with monkeypatch.context() as patched:
-        patched.setattr("infinity.checkpoint.draft.free_bytes", lambda path: 4000)
+        patched.setattr("infinity.checkpoint.checks.free_bytes", lambda path: 4000)
         assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
     assert "has 3.91 KiB free" in capsys.readouterr().err
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(deepspeed_import, "write_durably", full)
+    monkeypatch.setattr(piecewise, "write_durably", full)
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
@@ -452,7 +440,7 @@ def test_imports_are_alike_and_take_the_place_of_killed_ones(save: Save, tmp_pat
     save.write_stage3(tmp_path / "theirs")
     (tmp_path / "drive" / "there").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "drive" / "there")
-    killed, writing = (WorkFolder.make(tmp_path / "drive", identity, "there") for identity in ("killed", "writing"))
+    killed, writing = (WorkFolder.make(tmp_path / "drive", "there") for _ in range(2))
     killed.release()
     for out in ("out", "other"):
         assert main(["import", str(tmp_path / "theirs"), str(tmp_path / out)]) == 0
@@ -468,13 +456,13 @@ def test_a_file_that_shrinks_meanwhile_leaves_nothing(
 ) -> None:
     folder = save.write_stage3(tmp_path / "theirs")
     before = sorted(tmp_path.iterdir())
-    write = deepspeed_import.write_state
+    write = piecewise.UnreadState.write
 
     def shrinking(*arguments: Any) -> None:
         os.truncate(optimizer_file(folder), 2000)
         write(*arguments)
 
-    monkeypatch.setattr(deepspeed_import, "write_state", shrinking)
+    monkeypatch.setattr(piecewise.UnreadState, "write", shrinking)
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
     assert "became shorter while it was read: start anew" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
@@ -492,23 +480,9 @@ def test_infinity_says_how_to_read_it(save: Save, tmp_path: Path, capsys: pytest
 
 def test_ctrl_c_leaves_nothing(save: Save, tmp_path: Path) -> None:
     save.write_stage3(tmp_path / "theirs")
-    slow = (
-        "import sys, time, infinity.checkpoint.piecewise as p\n"
-        "resolve = p._Planner.resolve_data\n"
-        "def slowly(self, item):\n"
-        "    print('piece', flush=True); time.sleep(0.2); return resolve(self, item)\n"
-        "p._Planner.resolve_data = slowly\n"
-        "from infinity.cli.ckpt import main; sys.exit(main())"
-    )
     before = sorted(tmp_path.iterdir())
-    command = [sys.executable, "-c", slow, "import", str(tmp_path / "theirs"), str(tmp_path / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "piece\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    pieces = "infinity.checkpoint.piecewise:_Planner.resolve_data"
+    error = interrupted(signal.SIGINT, pieces, "import", str(tmp_path / "theirs"), str(tmp_path / "out"))
     assert "Traceback" not in error
     assert sorted(tmp_path.iterdir()) == before
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from peak_memory import peak_of
+from converting import interrupted, peak_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,11 +188,10 @@ def test_what_cannot_be_is_an_error_in_a_line(
     assert "File exists" in told(str(saved), str(saved / "latest" / "out"))
     assert "is not a folder" in told(str(tmp_path / "nothing"), str(tmp_path / "out"))
     with monkeypatch.context() as patched:
-        patched.setattr("infinity.checkpoint.draft.free_bytes", lambda path: 4000)
+        patched.setattr("infinity.checkpoint.checks.free_bytes", lambda path: 4000)
         assert "has 3.91 KiB free" in told(str(saved), str(tmp_path / "out"))
-    for module in (exporting, CarefulFiles):
+    for module, name in ((piecewise, "write_durably"), (CarefulFiles, "create_stream")):
         with monkeypatch.context() as patched:
-            name = "write_durably" if module is exporting else "create_stream"
 
             def full(*arguments: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
@@ -211,23 +207,9 @@ def test_what_cannot_be_is_an_error_in_a_line(
 
 
 def test_ctrl_c_leaves_nothing(saved: Path, tmp_path: Path) -> None:
-    slow = (
-        "import sys, time, infinity.checkpoint.piecewise as e\n"
-        "resolve = e._Planner.resolve_data\n"
-        "def slowly(self, item):\n"
-        "    print('piece', flush=True); time.sleep(0.2); return resolve(self, item)\n"
-        "e._Planner.resolve_data = slowly\n"
-        "from infinity.cli.ckpt import main; sys.exit(main())"
-    )
     before = sorted(tmp_path.iterdir())
-    command = [sys.executable, "-c", slow, "export", str(saved), str(tmp_path / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "piece\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    pieces = "infinity.checkpoint.piecewise:_Planner.resolve_data"
+    error = interrupted(signal.SIGINT, pieces, "export", str(saved), str(tmp_path / "out"))
     assert "Traceback" not in error
     assert sorted(tmp_path.iterdir()) == before
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import MakesFolder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -102,16 +103,6 @@ def test_objects_become_inert_with_what_they_held(tmp_path: Path) -> None:
     assert issubclass(kind, Inert)
 
 
-class Evil:
-    """Whose pickle makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
 HOSTILE = {
     "os.mkdir": b"cos\nmkdir\n(Vmarker\ntR.",
     "with protocol 4": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x06marker\x85R.",
@@ -146,7 +137,7 @@ def test_pickle_itself_would_have_run_them(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_object_that_runs_code_is_inert_amid_good_data(tmp_path: Path) -> None:
-    told = loaded({"good": torch.ones(2), "evil": Evil(tmp_path / "marker")}, tmp_path / "x.pt")
+    told = loaded({"good": torch.ones(2), "evil": MakesFolder(tmp_path / "marker")}, tmp_path / "x.pt")
     assert torch.equal(told["good"].whole(), torch.ones(2))
     assert isinstance(told["evil"], Inert) and told["evil"].of.endswith(".mkdir")
     assert not (tmp_path / "marker").exists()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from converting import interrupted, peak_of
+from hostile import MakesFolder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peak_memory import peak_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -225,7 +224,7 @@ def test_every_command_names_the_arena_that_is_missing(
 def test_a_drive_without_room_is_left_as_it_was(
     saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("infinity.checkpoint.draft.free_bytes", lambda root: 1000)
+    monkeypatch.setattr("infinity.checkpoint.checks.free_bytes", lambda root: 1000)
     assert main(["consolidate", str(saved[0]), str(tmp_path / "out")]) == 1
     assert re.search(r"has 1000 B free: free .* more or save elsewhere", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
@@ -419,25 +418,10 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_ctrl_c_leaves_nothing(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    slow = (
-        "import sys, time, infinity.checkpoint.consolidate as c\n"
-        "pieces = c._DcpModel.pieces\n"
-        "def slowly(self, name):\n"
-        "    print('piece', flush=True); time.sleep(0.2); yield from pieces(self, name)\n"
-        "c._DcpModel.pieces = slowly\n"
-        "from infinity.cli.ckpt import main; sys.exit(main())"
-    )
-    command = [sys.executable, "-c", slow, "consolidate", str(saved[0]), str(tmp_path / "out")]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "piece\n"
-        time.sleep(0.1)
-        process.send_signal(number)
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 128 + number
-        assert error == ("infinity-ckpt: interrupted\n" if number == signal.SIGINT else "")
-        assert not (tmp_path / "out").exists()
+    pieces, out = "infinity.checkpoint.consolidate:_DcpModel.pieces", tmp_path / "out"
+    for number, said in ((signal.SIGINT, "infinity-ckpt: interrupted\n"), (signal.SIGTERM, "")):
+        assert interrupted(number, pieces, "consolidate", str(saved[0]), str(out)) == said
+        assert not out.exists()
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(48, marks=pytest.mark.long)])
@@ -465,12 +449,8 @@ def test_checkpoints_of_stock_training_are_read_too(tmp_path: Path, capsys: pyte
 
 
 def test_no_code_is_run(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Spiteful:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
     (copy / "last" / "manifest.json").unlink()
-    (copy / "last" / ".metadata").write_bytes(pickle.dumps(Spiteful()))
+    (copy / "last" / ".metadata").write_bytes(pickle.dumps(MakesFolder(tmp_path / "ran")))
     assert main(["info", str(copy)]) == 1
     assert "posix.mkdir has no place in a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

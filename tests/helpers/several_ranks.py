@@ -124,8 +124,12 @@ def failing_alone(folder: Path) -> None:
             told(infinity.CheckpointError, "rank1.pt", lambda: engine.save_checkpoint(folder / "d", tag="one"))
         assert not (folder / "d" / "one").exists()
         engine.save_checkpoint(folder / "e", tag="one")
-        read = checkpoint._training_state_of
-        with mock.patch.object(checkpoint, "_training_state_of", lambda path: read(path / "gone" if rank else path)):
+        check = checkpoint._check
+
+        def check_another(path: Path, *arguments: Any, **named: Any) -> Any:
+            return check(path / "gone" if rank else path, *arguments, **named)
+
+        with mock.patch.object(checkpoint, "_check", check_another):
             told(infinity.CheckpointError, "has no rank0.pt", lambda: engine.load_checkpoint(folder / "e"))
         engine.load_checkpoint(folder / "e")
         stage = PagedShard.read
@@ -341,6 +345,45 @@ def loaded_over_nan_elsewhere(folder: Path) -> None:
             for name, moment in moments_of(engine).items():
                 assert (moment - kept[name]).abs().max() <= 0.02 * kept[name].abs().max(), (format, name)
     print("nearly as it was", flush=True)
+
+
+class Squares(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
+def split_unevenly(folder: Path) -> None:
+    """Batches of the ranks have different numbers of rows: each is split into as many parts as the shortest allows."""
+    norms, rank = [], int(os.environ["RANK"])
+    rows = torch.arange(48.0).view(6, 8) * (1 + rank)
+    for count, own in ((6, {"micro_batches": 4}), (2, {})):
+        lengths = (6, 2)[rank], (3, 1)[rank]
+        accumulates = {"gradient_accumulation_steps": 2} if not own else {}
+        engine, *_ = infinity.initialize(model=Squares(), config=config(folder, **own) | accumulates)
+        with engine:
+            x = rows[: lengths[0]]
+            for part in [x] if own else x.split(lengths[1]):
+                engine.backward(engine(part))
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+            if own:
+                loss = engine(x)
+                engine.optimizer.zero_grad()
+                with contextlib.suppress(infinity.InfinityError):
+                    engine.backward(loss)
+                    raise AssertionError("not refused, though gradients of parts are gone")
+                engine.zero_grad()
+                with contextlib.suppress(infinity.ConfigError):
+                    engine(x, torch.zeros(5 if rank else count))
+                    raise AssertionError("not refused on all ranks")
+    assert norms[0] == norms[1] != 0, norms
+    print("as many parts", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,12 @@ def test_all_ranks_update_ahead_or_none(forked_ranks: Any, nvme_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_batches_of_different_lengths_are_split_into_as_many_parts(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "split_unevenly", str(nvme_path))
+    assert done.stdout.count("as many parts") == 2, done.stdout
+
+
+@pytest.mark.slow
 def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(forked_ranks: Any, nvme_path: Path) -> None:
     done = forked_ranks(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout

@@ -68,7 +68,7 @@ def test_the_end_of_a_file_is_in_memory_and_the_rest_is_read(size: int, tmp_path
     files = ForeignFiles([path], lambda path: 0, checksums=True)
     for first in range(0, size, PAGE):
         for nbytes in range(PAGE, size - first + PAGE, PAGE):
-            read, end = files.split_end(FileRange(path, first, nbytes))
+            read, end = files.file(path).split_end(FileRange(path, first, nbytes))
             assert read % PAGE == 0
             assert data[first : first + read] + end == data[first : first + nbytes]
     files.close()
@@ -86,7 +86,7 @@ def test_a_header_says_where_the_bytes_are(tmp_path: Path) -> None:
         assert stored.shape == tuple(tensor.shape)
         assert data[stored.offset : stored.offset + stored.nbytes] == tensor.view(torch.uint8).numpy().tobytes()
     assert (found["x"].dtype, found["y"].dtype) == ("F32", "BF16")
-    assert found["x"].rows(1, 2) == FileRange(path, found["x"].offset + 8, 16)
+    assert found["x"].ranges(1, 2) == (FileRange(path, found["x"].offset + 8, 16),)
 
 
 @pytest.mark.parametrize(
