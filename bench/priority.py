@@ -21,7 +21,8 @@ import torch
 from results import machine, save
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request, Transfer
-from infinity.store import Arena, RunFolder
+from infinity.store.arena import Arena
+from infinity.store.run_folder import RunFolder
 from infinity.units import KIB, MIB, parse_bytes
 
 CHUNK_BYTES = 64 * MIB

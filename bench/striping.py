@@ -25,8 +25,8 @@ from results import machine, save
 
 from infinity import _aio
 from infinity.aio import IoEngine, PinnedPool, Priority, Request
-from infinity.store import Arena, RunFolder
-from infinity.store.placement import step_bandwidth
+from infinity.store.arena import Arena, step_bandwidth
+from infinity.store.run_folder import RunFolder
 from infinity.units import MIB, parse_bytes
 
 CHUNK_BYTES = 64 * MIB

@@ -1,18 +1,107 @@
-"""Chooses how storage is driven: from the config, else the drive's profile, else the limits of its queue."""
+"""Chooses how storage is driven: from the config, else the drive's profile (its measured rates and best settings, in a file on
+it), else the limits of its queue."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import secrets
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from infinity.aio import IoSettings, probe
 from infinity.config import Config
-from infinity.drive.describe import LOCAL, Drive, default_block_bytes, drive_of, existing
-from infinity.drive.profile import DriveProfile, load_profile
-from infinity.store.placement import step_bandwidth
-from infinity.units import MIB, format_bytes
+from infinity.drive.describe import LOCAL, default_block_bytes, drive_of, existing
+from infinity.store.arena import step_bandwidth
+from infinity.store.files import parse_json, read_small, write_durably
+from infinity.units import GIB, MIB, PAGE_BYTES, format_bytes
+
+log = logging.getLogger("infinity")
+
+FILE_NAME = ".infinity-drive.json"
+VERSION = 1
+
+_NBYTES_MAX = MIB
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveProfile:
+    """The settings that serve a training step best on one drive, and their rates.
+
+    Attributes:
+        version: of this format.
+        written: date and time of the measurement, ISO 8601.
+        path: the folder that was measured.
+        drive: the drive under it, for people to read.
+        backend, block_bytes, queue_depth, rings, mix: fields of `infinity.aio.IoSettings`.
+        read_bytes_per_s, write_bytes_per_s: of one alone.
+        mixed_bytes_per_s: bytes read and written, both counted, while reading and writing as much of each.
+        cpu_seconds_per_gib: user and system time of the process per GiB of the mixed load.
+    """
+
+    version: Annotated[int, Field(ge=1)] = VERSION
+    written: str
+    path: str
+    drive: str
+    backend: Annotated[str, Field(pattern="^(io_uring|linux_aio|threads)$")]
+    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=GIB, multiple_of=PAGE_BYTES)]
+    queue_depth: Annotated[int, Field(ge=1, le=4096)]
+    rings: Annotated[int, Field(ge=1, le=64)]
+    mix: Annotated[str, Field(pattern="^(interleaved|bursts)$")]
+    read_bytes_per_s: _Rate
+    write_bytes_per_s: _Rate
+    mixed_bytes_per_s: _Rate
+    cpu_seconds_per_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
+    """Write `profile` into `folder`, atomically and readable by everybody; returns its path. Raises OSError."""
+    path = Path(folder) / FILE_NAME
+    temporary = path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")
+    try:
+        write_durably(temporary, (json.dumps(asdict(profile), indent=2) + "\n").encode())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def load_profile(nvme_path: str | os.PathLike[str]) -> DriveProfile | None:
+    """The profile for `nvme_path`: in the folder itself or the nearest one above it on the same file system.
+
+    `nvme_path` need not exist yet. A file that can't be read or understood counts as absent; the log names it.
+    """
+    folder = existing(nvme_path).resolve()
+    file_system = folder.stat().st_dev
+    for place in (folder, *folder.parents):
+        if place.stat().st_dev != file_system:
+            return None
+        if (profile := _read(place / FILE_NAME)) is not None:
+            return profile
+    return None
+
+
+def _read(path: Path) -> DriveProfile | None:
+    advice = "it is ignored; run `infinity-bench sweep` again to replace it"
+    try:
+        content = read_small(path, _NBYTES_MAX)
+        values = json.loads(content)
+        if isinstance(values, dict) and isinstance(values.get("version"), int) and values["version"] > VERSION:
+            log.warning("drive profile %s has version %d, newer than %d: %s", path, values["version"], VERSION, advice)
+            return None
+        return parse_json(DriveProfile, content)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("drive profile %s is damaged or can't be read (%s): %s", path, error, advice)
+    return None
+
 
 IN_FLIGHT_BYTES = 32 * MIB
 """Default per ring: drives reach their limit with 8 to 64 MiB in flight."""
@@ -51,8 +140,18 @@ def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None
             notes.append(place)
     if profile is not None:
         notes.append(f"drive profile of {profile.written} found for {paths[0]} (infinity-bench sweep)")
-    block_bytes = aio.block_size if "block_size" in aio.model_fields_set else _block_bytes(profile, drives)
-    queue_depth = aio.queue_depth if "queue_depth" in aio.model_fields_set else _queue_depth(profile, block_bytes)
+    if "block_size" in aio.model_fields_set:
+        block_bytes = aio.block_size
+    elif profile is not None:
+        block_bytes = profile.block_bytes
+    else:
+        block_bytes = default_block_bytes(drives[0]) if drives else MIB
+    if "queue_depth" in aio.model_fields_set:
+        queue_depth = aio.queue_depth
+    elif profile is not None and profile.block_bytes == block_bytes:
+        queue_depth = profile.queue_depth
+    else:
+        queue_depth = min(max(IN_FLIGHT_BYTES // block_bytes, 4), 64)
     rings_set = "rings" in settings.model_fields_set or "intra_op_parallelism" in aio.model_fields_set
     backend, refusal = _backend(settings.backend, profile, polls=settings.iopoll or settings.sqpoll)
     notes += refusal
@@ -68,23 +167,12 @@ def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None
     bandwidths = None
     if len(profiles) > 1 and all(profiles):
         bandwidths = tuple(step_bandwidth(p.read_bytes_per_s, p.write_bytes_per_s) for p in profiles if p)
-    notes.append(
-        f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
-        f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
-    )
+    if paths:
+        notes.append(
+            f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
+            f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
+        )
     return StorageChoice(io, bandwidths, tuple(notes), tuple(warnings))
-
-
-def _block_bytes(profile: DriveProfile | None, drives: Sequence[Drive]) -> int:
-    if profile is not None:
-        return profile.block_bytes
-    return default_block_bytes(drives[0]) if drives else MIB
-
-
-def _queue_depth(profile: DriveProfile | None, block_bytes: int) -> int:
-    if profile is not None and profile.block_bytes == block_bytes:
-        return profile.queue_depth
-    return min(max(IN_FLIGHT_BYTES // block_bytes, 4), 64)
 
 
 def _backend(wanted: str, profile: DriveProfile | None, *, polls: bool) -> tuple[str, list[str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,12 +209,7 @@ class _Mount(NamedTuple):
 
 def _mount_of(path: Path, mountinfo: Path) -> _Mount:
     """The mount of `path`: the deepest; of several on one point the last, which hides the others."""
-    unknown = _Mount("", "/", (), "unknown", "unknown")
-    holding = [mount for mount in _mounts(mountinfo) if path.is_relative_to(mount.point)]
-    return max(reversed(holding), key=lambda mount: len(Path(mount.point).parts), default=unknown)
-
-
-def _mounts(mountinfo: Path) -> Iterator[_Mount]:
+    deepest = _Mount("", "/", (), "unknown", "unknown")
     for line in (text_of(mountinfo) or "").split("\n"):
         mount, separator, super_block = line.partition(" - ")
         if not separator:
@@ -224,7 +219,10 @@ def _mounts(mountinfo: Path) -> Iterator[_Mount]:
         names = dict.fromkeys([*options.split(","), *",".join(super_options).split(",")])
         if "ro" in names:  # of the mount or of the file system: either forbids writing
             names.pop("rw", None)
-        yield _Mount(device_number, _unescape(point), tuple(filter(None, names)), file_system, _unescape(source))
+        point = _unescape(point)
+        if path.is_relative_to(point) and len(Path(point).parts) >= len(Path(deepest.point).parts):
+            deepest = _Mount(device_number, point, tuple(filter(None, names)), file_system, _unescape(source))
+    return deepest
 
 
 def _unescape(text: str) -> str:
@@ -241,12 +239,27 @@ def _device_of(mount: _Mount, sysfs: Path) -> Path | None:
 
 
 def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
-    """The layers from `device` down, and the whole disks under them, each once."""
+    """The layers from `device` down, such as "dm-0 (CRYPT-LUKS2 home)" or "md0 (raid0)", and the whole disks under them, each
+    once."""
     disk = _whole(device)
     slaves = sorted((disk / "slaves").iterdir()) if (disk / "slaves").is_dir() else []
     if not slaves:
-        return [], [_disk_of(disk, sysfs)]
-    layers = [_layer(disk)]
+        size = number_of(disk / "size")
+        return [], [
+            Disk(
+                name=disk.name,
+                model=text_of(disk / "device/model"),
+                identity=next((text for name in _IDENTITIES if (text := text_of(disk / name))), None),
+                transport=_transport(disk),
+                nbytes=None if size is None else size * _SECTOR_BYTES,
+                rotational=_flag_of(disk / "queue/rotational"),
+                numa_node=_numa_node(disk, sysfs),
+            )
+        ]
+    uuid = text_of(disk / "dm/uuid") or ""
+    kind = "-".join(uuid.split("-")[: 2 if uuid.startswith("CRYPT-") else 1])  # what follows are numbers
+    words = " ".join(filter(None, [kind, text_of(disk / "dm/name"), text_of(disk / "md/level")]))
+    layers = [f"{disk.name} ({words})" if words else disk.name]
     disks: list[Disk] = []
     for slave in slaves:
         more_layers, more_disks = _below(slave.resolve(), sysfs)
@@ -258,27 +271,6 @@ def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
 def _whole(device: Path) -> Path:
     """The disk of a partition; any other device itself."""
     return device.parent if (device / "partition").exists() else device
-
-
-def _layer(device: Path) -> str:
-    """ "dm-0 (CRYPT-LUKS2 home)" or "md0 (raid0)"."""
-    uuid = text_of(device / "dm/uuid") or ""
-    kind = "-".join(uuid.split("-")[: 2 if uuid.startswith("CRYPT-") else 1])  # what follows are numbers
-    words = [word for word in (kind, text_of(device / "dm/name"), text_of(device / "md/level")) if word]
-    return f"{device.name} ({' '.join(words)})" if words else device.name
-
-
-def _disk_of(disk: Path, sysfs: Path) -> Disk:
-    size = number_of(disk / "size")
-    return Disk(
-        name=disk.name,
-        model=text_of(disk / "device/model"),
-        identity=next((text for name in _IDENTITIES if (text := text_of(disk / name))), None),
-        transport=_transport(disk),
-        nbytes=None if size is None else size * _SECTOR_BYTES,
-        rotational=_flag_of(disk / "queue/rotational"),
-        numa_node=_numa_node(disk, sysfs),
-    )
 
 
 def _transport(disk: Path) -> str:

@@ -145,28 +145,26 @@ class DriveTest:
         with contextlib.ExitStack() as stack:
             folder = RunFolder(path)
             stack.callback(folder.close)
-            self._open_file(folder, stack)
+            folder.check_free(self.nbytes, "the test file")
+            name = folder.path / "drive-test"
+            self._file = File(name, create=True)
+            stack.callback(self._file.close)
+            self.descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            """A plain descriptor of the file, through which another program can be measured on the same bytes."""
+            stack.callback(os.close, self.descriptor)
+            name.unlink()
+            try:
+                self._file.reserve(self.nbytes)
+            except IoError as error:
+                why = f"the test file: {error}: free space or choose another path"
+                raise StoreError(error.errno or 0, why) from None
+            self.notes += self._file.notes
             self.pool_bytes = _LEASES * self.chunk_bytes
             self._pool: PinnedPool | None = PinnedPool(self.pool_bytes)
             self._pool.bytes.view(torch.int64).random_(generator=torch.Generator())
             self.notes += self._pool.notes
             self._leases = [stack.enter_context(self._pool.lease(self.chunk_bytes)) for _ in range(_LEASES)]
             self._stack = stack.pop_all()
-
-    def _open_file(self, folder: RunFolder, stack: contextlib.ExitStack) -> None:
-        name = folder.path / "drive-test"
-        folder.check_free(self.nbytes, "the test file")
-        self._file = File(name, create=True)
-        stack.callback(self._file.close)
-        self.descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-        """A plain descriptor of the file, through which another program can be measured on the same bytes."""
-        stack.callback(os.close, self.descriptor)
-        name.unlink()
-        try:
-            self._file.reserve(self.nbytes)
-        except IoError as error:
-            raise StoreError(error.errno or 0, f"the test file: {error}: free space or choose another path") from None
-        self.notes += self._file.notes
 
     @property
     def direct(self) -> bool:
@@ -198,16 +196,11 @@ class DriveTest:
             nbytes = self._transfer_bytes(settings)
             turns = self._turns(engine, workload, nbytes, self._slots(workload, settings, nbytes))
             _go_on(turns, seconds * _WARM_UP)
-            before = _Reading(engine)
+            moved_before, began, cpu_before = _counters(engine)
             _go_on(turns, seconds)
-            after = _Reading(engine)
-            return Trial(
-                workload,
-                replace(settings, backend=engine.backend),
-                after.nbytes - before.nbytes,
-                after.seconds - before.seconds,
-                after.cpu_seconds - before.cpu_seconds,
-            )
+            moved, ended, cpu = _counters(engine)
+            settings = replace(settings, backend=engine.backend)
+            return Trial(workload, settings, moved - moved_before, ended - began, cpu - cpu_before)
 
     def close(self) -> None:
         """Free file, folder and pool; no trial may follow. Idempotent."""
@@ -263,14 +256,10 @@ class DriveTest:
         return Request(operation, self._file, offset, self._leases[lease], 0, nbytes, priority)
 
 
-class _Reading:
-    """Clocks and counters at one moment."""
-
-    def __init__(self, engine: IoEngine) -> None:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        self.nbytes = engine.read_bytes + engine.written_bytes
-        self.seconds = time.perf_counter()
-        self.cpu_seconds = usage.ru_utime + usage.ru_stime
+def _counters(engine: IoEngine) -> tuple[int, float, float]:
+    """Bytes moved, seconds, and CPU seconds of the process, up to now."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return engine.read_bytes + engine.written_bytes, time.perf_counter(), usage.ru_utime + usage.ru_stime
 
 
 def _go_on(turns: Iterator[None], seconds: float) -> None:

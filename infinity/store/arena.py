@@ -1,19 +1,90 @@
-"""The arena: one file per rank and drive, in which extents are reserved once and never move."""
+"""The arena: one file per rank and drive, in which extents are reserved once and never move; and which drive each stripe of it
+lies on."""
 
 from __future__ import annotations
 
-import bisect
 import errno
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from infinity.aio import File, FreeRanges, IoEngine, StripedFile
 from infinity.errors import IntegrityError, IoError, StoreError
 from infinity.store.commit import ArenaLayout
-from infinity.store.placement import file_bytes, pieces_on_drives, stripe_pattern
 from infinity.store.run_folder import Folder
 from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
+
+READ_BYTES_PER_PARAMETER = 14
+WRITTEN_BYTES_PER_PARAMETER = 12
+"""Bytes that a step moves with nothing cached (docs/architecture.md, "The sum"): the mix by which drives are compared."""
+
+SLOTS_MAX = 64
+"""Stripes in the longest pattern: with more, short transfers would miss drives altogether."""
+
+_GOOD_ENOUGH = 1.01
+
+
+def step_bandwidth(read_bytes_per_s: float, write_bytes_per_s: float) -> float:
+    """Bytes per second of a drive over the reads and writes of a step: their harmonic mean by bytes."""
+    total = READ_BYTES_PER_PARAMETER + WRITTEN_BYTES_PER_PARAMETER
+    return total / (READ_BYTES_PER_PARAMETER / read_bytes_per_s + WRITTEN_BYTES_PER_PARAMETER / write_bytes_per_s)
+
+
+def stripe_pattern(bandwidths: Sequence[float]) -> tuple[int, ...]:
+    """The drive of each stripe of a repeating pattern, so that all drives end a long transfer together.
+
+    Takes the shortest pattern whose time is within 1 % of what the bandwidths (any one unit, all positive) allow, or the
+    best of at most SLOTS_MAX stripes. A drive so slow that it would hold the others up with a single stripe has none.
+    """
+    assert bandwidths and min(bandwidths) > 0, "bandwidths must be positive"
+    ideal = 1 / sum(bandwidths)  # seconds per unit with every drive busy to the end
+    best: tuple[int, ...] = ()
+    best_seconds = float("inf")
+    for slots in range(1, SLOTS_MAX + 1):
+        pattern = _fill(bandwidths, slots)
+        seconds = max(pattern.count(drive) / rate for drive, rate in enumerate(bandwidths)) / slots
+        if seconds < best_seconds * (1 - 1e-9):
+            best, best_seconds = pattern, seconds
+        if best_seconds <= ideal * _GOOD_ENOUGH:
+            break
+    return best
+
+
+def _fill(bandwidths: Sequence[float], slots: int) -> tuple[int, ...]:
+    """Give each slot to the drive that would finish it first, which also spreads the stripes of one drive."""
+    counts = [0] * len(bandwidths)
+    pattern = []
+    for _ in range(slots):
+        drive = min(range(len(bandwidths)), key=lambda i: (counts[i] + 1) / bandwidths[i])
+        counts[drive] += 1
+        pattern.append(drive)
+    return tuple(pattern)
+
+
+def file_bytes(pattern: Sequence[int], stripe_bytes: int, nbytes: int) -> list[int]:
+    """Bytes, in whole stripes, that each drive of the pattern holds of the first `nbytes` bytes."""
+    stripes = -(-nbytes // stripe_bytes)
+    cycles, partial = divmod(stripes, len(pattern))
+    drives = range(max(pattern) + 1)
+    return [(cycles * pattern.count(i) + pattern[:partial].count(i)) * stripe_bytes for i in drives]
+
+
+def pieces_on_drives(
+    pattern: Sequence[int], stripe_bytes: int, offset: int, nbytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """(drive, offset in its file, bytes) of the pieces that make up logical bytes [offset, offset + nbytes), in order."""
+    end = offset + nbytes
+    while offset < end:
+        stripe, inside = divmod(offset, stripe_bytes)
+        cycle, slot = divmod(stripe, len(pattern))
+        drive = pattern[slot]
+        before = cycle * pattern.count(drive) + pattern[:slot].count(drive)
+        length = min(stripe_bytes - inside, end - offset)
+        yield drive, before * stripe_bytes + inside, length
+        offset += length
+
 
 STRIPE_BYTES_MAX = MIB
 """Longer stripes would leave drives without a part of a small group; shorter ones than a block would cut it."""
@@ -27,6 +98,9 @@ class Extent:
     nbytes: int
 
 
+_OFFSET = attrgetter("offset")
+
+
 class Arena:
     """Preallocated files, mode 0600, one in each folder, that are addressed as one. Bytes never written read as zero.
 
@@ -37,7 +111,7 @@ class Arena:
         engine: must serve as many drives.
         name: of the files.
         bandwidths: of the drives, in any one unit; extents are striped in proportion. None: all drives are equal.
-        existing: the layout of the bytes that the files hold already, in a run that goes on.
+        existing: the layout of the bytes that the files already hold, in a run that is resumed.
         checksums: keep a CRC-32C of every page written; a read that finds other bytes fails with IntegrityError.
     """
 
@@ -68,8 +142,7 @@ class Arena:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)
         self.nbytes = 0
         self._extents: list[Extent] = []
-        self._offsets: list[int] = []
-        """Of the extents, ascending."""
+        """By offset, ascending."""
         self._generations: list[int] = []
         """How often each extent was written to."""
 
@@ -113,18 +186,18 @@ class Arena:
         self.nbytes = end
         nonempty = [extent for extent in extents if extent.nbytes]
         self._extents += nonempty
-        self._offsets += [extent.offset for extent in nonempty]
         self._generations += [0] * len(nonempty)
         return extents
 
     def count_write(self, offset: int, nbytes: int) -> None:
         """Note that bytes [offset, offset + nbytes) are about to be written: their extents get a new generation."""
-        for number in range(self._number_at(offset), self._number_at(offset + nbytes - 1) + 1):
+        first = bisect_right(self._extents, offset, key=_OFFSET) - 1
+        for number in range(first, bisect_left(self._extents, offset + nbytes, key=_OFFSET)):
             self._generations[number] += 1
 
     def generation_at(self, offset: int) -> tuple[Extent, int]:
         """The extent that holds byte `offset`, and its generation: see `IntegrityError`."""
-        number = self._number_at(offset)
+        number = bisect_right(self._extents, offset, key=_OFFSET) - 1
         return self._extents[number], self._generations[number]
 
     def explain(self, error: IntegrityError, name: str, *, at: int | None = None) -> None:
@@ -134,9 +207,6 @@ class Arena:
         """
         extent, generation = self.generation_at(error.offset if at is None else at)
         error.in_extent(name, extent.offset, extent.nbytes, generation)
-
-    def _number_at(self, offset: int) -> int:
-        return bisect.bisect_right(self._offsets, offset) - 1
 
     def _check_growth(self, end: int, purpose: str) -> None:
         begin = max(self.nbytes, self._existing_bytes)
@@ -207,13 +277,13 @@ class Scratch:
         return [Extent(offset, length) for offset, length in pieces]
 
     def reset(self) -> None:
-        """Take back all extents, after an exception that may have lost some. Nobody may be reading or writing them."""
+        """Take back all extents, after an exception that may have lost some. No transfer may use them any more."""
         self._ranges = FreeRanges(0)
         for extent in self._reserved:
             self._ranges.grow(extent.offset, extent.nbytes)
 
     def give_back(self, extents: Sequence[Extent]) -> None:
-        """Give back extents that nobody reads or writes any more."""
+        """Give back extents that no transfer uses any more."""
         for extent in extents:
             self._ranges.put(extent.offset, extent.nbytes)
 

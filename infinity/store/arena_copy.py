@@ -1,19 +1,19 @@
 """Copies one rank's state out of the arena into a file while training continues.
 
 A thread of its own copies, through two small buffers; the training thread starts it, waits at its gates, and joins it. If the
-program ends meanwhile, the thread goes on until the last of Python's exit functions has run.
+program ends meanwhile, the thread continues until the last of Python's exit functions has run.
 
 [Note: A copy of what goes on changing]
-The copy is the state at one instant. So whoever would change the bytes of a sub-group, in the arena or in host memory, waits
-at its gate (`wait_for`) until they are copied. Sub-groups are copied in the order of the file, which is that of a forward
-pass; one that somebody waits for is copied next. (The hash goes from beginning to end, so bytes copied out of turn are read
-once more.) Where copying fails, all gates open: there is nothing to protect.
+The copy is the state at one instant. So a caller that would change the bytes of a sub-group, in the arena or in host memory,
+waits at its gate (`wait_for`) until they are copied. Sub-groups are copied in the order of the file, which is that of a
+forward pass; one that a caller waits for is copied next. (The hash goes from beginning to end, so bytes copied out of turn
+are read once more.) If copying fails, all gates open: there is nothing to protect.
 
 Bytes that are read from the arena are verified against its checksums, as in any other read. Else bytes that have changed on the
 drive would get into a checkpoint, whose hash would declare them right.
 
 Where the file system can share blocks between files (XFS, btrfs) and the arena is one file, its ranges are cloned, which takes
-no time: only a later write to them takes new space. A hard link would not do: the file behind it goes on changing.
+no time: only a later write to them takes new space. A hard link would not do: the file behind it keeps changing.
 """
 
 from __future__ import annotations
@@ -164,12 +164,11 @@ class Copying:
                 self._urgent = None
                 if not self.is_copied(urgent):
                     self._copy(urgent, begins[urgent], hashed=False)
-            if not self.is_copied(index) and not self.cloned:
-                self._copy(index, begin, hashed=True)
-                continue
+            hashed = not (self.cloned or self.is_copied(index))
             if not self.is_copied(index):
-                self._copy(index, begin, hashed=False)
-            self._hash_copied(index, begin)
+                self._copy(index, begin, hashed=hashed)
+            if not hashed:
+                self._hash_copied(index, begin)
         return nbytes
 
     def _copy(self, index: int, begin: int, *, hashed: bool) -> None:
@@ -183,7 +182,7 @@ class Copying:
             self._changed.notify_all()
 
     def _hash_copied(self, index: int, begin: int) -> None:
-        """Hash a section whose bytes are in the file; verify the checksums of cloned bytes, which nobody has read yet."""
+        """Hash a section whose bytes are in the file; verify the checksums of cloned bytes, which were not read yet."""
         for part in self._sections[index]:
             end = begin + part.source.nbytes
             self._pump.run(begin, end, partial(self._read_back, part, begin), self._digest.update)

@@ -19,7 +19,7 @@ A rank that can't learn whether the others have theirs, because one died, keeps 
 
 So whenever a rank is killed, it has one record, or two between a commit and that barrier; by rules 1 and 2 both are whole. By
 rule 3 all ranks still have the record of k if any lacks that of k+1. So there is always a commit that all ranks have; the run
-goes on from the newest of these, and later records are removed before anything is written. A damaged record is not used.
+resumes from the newest of these, and later records are removed before anything is written. A damaged record is not used.
 Where the one before it still exists on all ranks, its bytes are there by rule 2; else there is nothing to go on from.
 
 [Note: Whose commits a folder holds]
@@ -51,9 +51,9 @@ from typing import Any
 
 from infinity.aio import File
 from infinity.errors import CheckpointError, IoError, StoreError
+from infinity.store.arena import file_bytes
 from infinity.store.commit import RECORD_BYTES_MAX, Record, parse_record
 from infinity.store.files import is_own_folder, read_small, remove_file, replace_durably, sync
-from infinity.store.placement import file_bytes
 from infinity.store.run_folder import Folder, keep_from_children, make_writable
 from infinity.units import MIB, format_bytes
 
@@ -75,7 +75,7 @@ class DurableFolder(Folder):
         self.path = self.root / f"{PREFIX}{name}"
         self._rank_name = f"rank{rank}"
         self.fresh = True
-        """Whether to create the arena anew."""
+        """True if the arena is to be created, replacing one that exists."""
         self._arena: tuple[Path, os.stat_result] | None = None
         """The path of the arena, and the file that was opened there."""
         try:
@@ -104,7 +104,7 @@ class DurableFolder(Folder):
 
     def check_in_place(self, arena: str) -> None:
         """Raise CheckpointError where the arena, or the note that it is `arena`, no longer has its name, as after `rm` or `mv`:
-        nobody could resume from it."""
+        no run could resume from it."""
         noted = {self.file("json"): self.noted().get("arena") == arena}
         if self._arena is not None:
             path, opened = self._arena
@@ -150,9 +150,6 @@ class DurableFolder(Folder):
     def close(self) -> None:
         self._finalizer()
 
-    def leave_to_parent(self) -> None:
-        self.close()
-
     def give_up(self, made: str | None) -> None:
         """Close, and remove what a failed start has created: this rank's files if they still belong to the arena `made` (None:
         it created none), the lock if no file is left, the folder if it is empty. Leaves what another process has locked or
@@ -176,7 +173,7 @@ class DurableRun:
 
     records: the whole records, by sequence number. damaged: messages about files that have a record's name and are none.
     others: messages about commits of other ranks or drives: see [Note: Whose commits a folder holds].
-    resumed: the record that this process goes on from; None where it starts anew.
+    resumed: the record that this process resumes from; None if it starts from the beginning.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], name: str, rank: int) -> None:
@@ -390,49 +387,32 @@ def _make_own(path: Path) -> None:
 
 def _lock(path: Path, *, wait: bool = True) -> int:
     """A descriptor that holds the lock. Raises StoreError where a live process has it; without `wait`, where any has."""
-    while True:
-        lock = _take_lock(path, _ENDING_SECONDS_MAX if wait else 0.0)
-        if _is_at(path, lock):
-            return lock
-        os.close(lock)  # its holder has removed the file meanwhile
-
-
-def _take_lock(path: Path, wait_seconds: float) -> int:
+    deadline = time.monotonic() + (_ENDING_SECONDS_MAX if wait else 0.0)
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    lock = os.open(path, flags, 0o600)
-    deadline = time.monotonic() + wait_seconds
-    try:
-        while not _try_lock(lock):
-            holder = os.pread(lock, 64, 0).decode(errors="replace").strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
-                raise StoreError(
-                    errno.EBUSY,
-                    f"{path.parent} is in use by process {holder or 'unknown'}: wait for its end, or choose another "
-                    "infinity.run_name for a second run",
-                )
-            time.sleep(0.1)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether `path` still names the open file."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    while True:
+        lock = os.open(path, flags, 0o600)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_there = os.path.samestat(path.lstat(), os.fstat(lock))
+            except BlockingIOError:
+                holder = os.pread(lock, 64, 0).decode(errors="replace").strip()
+                if _is_alive(holder) or time.monotonic() > deadline:
+                    raise StoreError(
+                        errno.EBUSY,
+                        f"{path.parent} is in use by process {holder or 'unknown'}: wait for its end, or choose another "
+                        "infinity.run_name for a second run",
+                    ) from None
+                time.sleep(0.1)
+                continue
+            except FileNotFoundError:  # its holder has removed the file meanwhile
+                continue
+            if is_there:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
+                undo.pop_all()
+                return lock
 
 
 def _is_alive(holder: str) -> bool:

@@ -19,13 +19,13 @@ compute parameter and the remainder that rounding left make the master (infinity
 Adam, instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
 sub-group's state with one read and writes all of it with one write; and the compute parameters of a group's sub-groups, read
 one behind the other, give the group's flat space without a gap, shards that a boundary cuts included. Where compute runs in
-fp32 there is no compute parameter: the master is gathered. Nor is there one in the space of resident shards, where nobody
+fp32 there is no compute parameter: the master is gathered. Nor is there one in the space of resident shards, where no gather
 would read it.
 
 Fields that stay in host memory, held there or cached, are left out of the extent; the others move up. A sub-group with no
 field on NVMe has an extent of no bytes.
 
-A shard that rests in a file of the user is in no flat space: its group reads it behind the compute parameters of its own
+A shard that stays in a file of the user is in no flat space: its group reads it behind the compute parameters of its own
 (foreign.py).
 
 Where gradients don't fit into host memory, those of a sub-group have an extent of their own, from the backward to the update,
@@ -73,7 +73,7 @@ class Field(enum.Enum):
 MOMENTS = (Field.MOMENT_1, Field.MOMENT_2, Field.MOMENT_3, Field.MOMENT_4)
 """A layout has the first few of these."""
 
-_STATE = (Field.MASTER, *MOMENTS, Field.SCALES)
+_STATE = (Field.MASTER, Field.REMAINDER, *MOMENTS, Field.SCALES)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Shard:
     """This rank's piece of one parameter, as far as the layout depends on it.
 
     group: number of its group. numel: elements, padding of uneven sharding included. trained: has optimizer state.
-    resident: its compute parameter stays in host memory. foreign: rests in a file of the user. whole: the optimizer updates it
+    resident: its compute parameter stays in host memory. foreign: stays in a file of the user. whole: the optimizer updates it
     as one matrix.
     """
 
@@ -150,6 +150,11 @@ class SubGroup:
     def gathered(self) -> Field:
         """The field that is gathered (but in the space of resident shards, which is not gathered from here)."""
         return Field.COMPUTE if self.compute_itemsize else Field.MASTER
+
+    @cached_property
+    def gathered_start(self) -> int:
+        """The first byte of that in the flat space of its group."""
+        return self.start * self.itemsize(self.gathered)
 
     @cached_property
     def coded(self) -> bool:
@@ -272,7 +277,7 @@ class Layout:
         """Bytes of all extents of gradients."""
         return sum(sub.gradient_bytes for sub in self.sub_groups)
 
-    @property
+    @cached_property
     def cached_bytes(self) -> int:
         """Bytes of pinned memory that all cached fields take."""
         return sum(sub.cached_bytes for sub in self.sub_groups)
@@ -291,6 +296,7 @@ def plan_layout(
     compute_itemsize: int,
     split_master: bool = False,
     hold_state: bool = False,
+    cache_gathered: bool = False,
     cached: Mapping[PartKey, Cached] | None = None,
     gradient_itemsizes: Mapping[int, int] | None = None,
     moments: int = 2,
@@ -307,7 +313,8 @@ def plan_layout(
         compute_itemsize: bytes per element of the compute parameter (2), or 0 where the fp32 master itself is gathered.
         split_master: keep trained masters as compute parameter (which must be bf16) and remainder, wherever there is one.
         hold_state: masters and moments stay in host memory; extents hold compute parameters only.
-        cached: which fields of each part stay in pinned memory.
+        cache_gathered: everything that is gathered stays in pinned memory.
+        cached: otherwise, which fields of each part stay in pinned memory.
         gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
         moments: numbers that the optimizer keeps of each element. matrix_moments: of those of whole matrices, instead.
         moment_itemsize: bytes of each of these (4, 2 as bf16, or 1 as codes with scales).
@@ -325,16 +332,20 @@ def plan_layout(
         for part in of_space:
             trained = part.trained
             of_part = moments_of(part, moments, matrix_moments)
-            held = _STATE if hold_state else ()
+            held: tuple[Field, ...] = _STATE if hold_state else ()
             keep = (cached or {}).get(PartKey(space, trained, part.whole), Cached())
             for start, numel in _cut_part(part, place, keep, sub_group_numel_max):
                 pieces = pieces_of(part, shards, place, start, numel)
-                split = split_master and trained and itemsize > 0 and not hold_state
+                # Without a drive a frozen master is split, too: what isn't gathered of it takes 2 bytes, not 4.
+                split = split_master and itemsize > 0 and (cache_gathered or (trained and not hold_state))
                 of_sub = (count, space, start, numel, trained, itemsize, pieces, split, held)
                 sub = SubGroup(*of_sub, moments=of_part, whole=part.whole, moment_itemsize=moment_itemsize)
                 gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
                 in_cache = keep.fields_of(sub, start - part.start)
-                cuts.append(replace(sub, cached=in_cache, gradient_itemsize=gradient))
+                if cache_gathered and space < groups:
+                    in_cache = (sub.gathered,)
+                in_memory = tuple(name for name in held if name not in in_cache)
+                cuts.append(replace(sub, held=in_memory, cached=in_cache, gradient_itemsize=gradient))
                 count += 1
         space_numel.append(of_space[-1].end)
         by_space.append(tuple(cuts))

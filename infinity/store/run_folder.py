@@ -10,7 +10,6 @@ write to] in files.py.)
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -20,6 +19,7 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -52,9 +52,9 @@ class Folder(ABC):
     def close(self) -> None:
         """Close the folder. Idempotent."""
 
-    @abstractmethod
     def leave_to_parent(self) -> None:
         """In a forked child (a data loader's worker): keep no lock, so that none outlives the process that made it."""
+        self.close()
 
     @property
     def notes(self) -> list[str]:
@@ -92,9 +92,6 @@ class NoFolder(Folder):
     def close(self) -> None:
         pass
 
-    def leave_to_parent(self) -> None:
-        pass
-
     @property
     def notes(self) -> list[str]:
         return []
@@ -120,12 +117,12 @@ class RunFolder(Folder):
         make_writable(self.root)
         remove_stale(self.root)
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        hidden = self.root / f".{name}"  # takes its real name once locked, so that nobody finds it stale before
+        hidden = self.root / f".{name}"  # takes its real name once locked, so that no other run finds it stale before
         self.path = self.root / name
         try:
             self._lock = _fill(hidden)
             hidden.rename(self.path)
-        except BaseException as error:  # Ctrl-C too: nobody else removes what has not been made yet
+        except BaseException as error:  # Ctrl-C too: no other run removes a folder that is still hidden
             shutil.rmtree(hidden, ignore_errors=True)
             if isinstance(error, OSError):
                 raise StoreError(
@@ -140,24 +137,17 @@ class RunFolder(Folder):
     def open_arena(self, name: str, drive: int, *, checksums: bool = False) -> File:
         file = File(self.path / name, create=True, drive=drive, checksums=checksums)
         try:
-            self.take_name(name)
-        except BaseException:
+            os.unlink(name, dir_fd=self._descriptor)
+        except BaseException as error:
             file.close()
+            if isinstance(error, FileNotFoundError):
+                raise StoreError(
+                    errno.ESTALE,
+                    f"{self.path} was moved or replaced while {name} was made in it: choose an nvme_path where others can't "
+                    "write",
+                ) from None
             raise
         return file
-
-    def take_name(self, name: str) -> None:
-        """Remove a file's name; those who have it open keep the file.
-
-        Raises StoreError where it is not in this run's folder, since another folder was put in its place.
-        """
-        try:
-            os.unlink(name, dir_fd=self._descriptor)
-        except FileNotFoundError:
-            raise StoreError(
-                errno.ESTALE,
-                f"{self.path} was moved or replaced while {name} was made in it: choose an nvme_path where others can't write",
-            ) from None
 
     def close(self) -> None:
         """Remove the folder. Idempotent; also done at interpreter exit."""
@@ -192,7 +182,7 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the folders of runs that have ended: those whose lock nobody holds."""
+    """Remove the folders of runs that have ended: those whose lock is free."""
     aged = [folder for folder in root.glob(f".{_PREFIX}*") if _is_aged(folder)]
     for folder in [*root.glob(f"{_PREFIX}*"), *aged]:
         if not is_own_folder(folder):
@@ -244,16 +234,12 @@ def make_writable(root: Path) -> None:
         raise StoreError(
             error.errno or 0, f"nvme_path {root} can't be made ({why}): create it or choose another path"
         ) from None
-    probe = root / f".infinity-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        probe.touch(mode=0o600)
+        tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         raise StoreError(
             error.errno or 0, f"nvme_path {root} is not writable ({error.strerror}): change its owner or choose another"
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
 
 
 def _remove(path: Path, descriptors: tuple[int, ...], pid: int) -> None:

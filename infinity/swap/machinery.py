@@ -14,10 +14,9 @@ from infinity.aio import IoEngine, IoSettings, PinnedPool, near
 from infinity.device import Device, HostBuffers
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import measure_drive
-from infinity.store.arena import Arena, check_free
+from infinity.store.arena import Arena, check_free, step_bandwidth
 from infinity.store.durable import DurableRun
 from infinity.store.foreign import ForeignFiles
-from infinity.store.placement import step_bandwidth
 from infinity.store.run_folder import Folder, NoFolder, RunFolder
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager

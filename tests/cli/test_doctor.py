@@ -389,7 +389,11 @@ def test_a_low_limit_is_a_warning(limits: dict[str, Any], name: str) -> None:
     ],
 )
 def test_memory(change: dict[str, Any], mark: Mark) -> None:
-    assert marks(looked(machine_checks.check_machine, dataclasses.replace(MACHINE, **change)))["memory"] is mark
+    found = looked(machine_checks.check_machine, dataclasses.replace(MACHINE, **change))
+    assert marks(found)["memory"] is mark
+    assert (
+        (found.facts["memory_bytes_per_s"] is not None) == ("memory_speed" in marks(found)) == (mark is not Mark.WARN)
+    )
 
 
 class FakeSlab:
@@ -474,7 +478,7 @@ def test_cuda_is_not_touched_where_there_is_no_device(monkeypatch: pytest.Monkey
 def test_a_cpu_that_is_slow_in_bf16_is_told_of(fast: bool, mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU computes here")
-    monkeypatch.setattr("infinity.device.arithmetic.cpu_multiplies_fast_in", lambda dtype: fast)
+    monkeypatch.setattr("infinity.device.staging.cpu_multiplies_fast_in", lambda dtype: fast)
     section = looked(machine_checks.check_gpu)
     assert marks(section)["bf16"] is mark and section.facts["cpu_multiplies_in_bf16"] is fast
 

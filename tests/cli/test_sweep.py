@@ -28,9 +28,9 @@ from infinity.cli.sweep.report import Swept, config_block, endurance, share_a_di
 from infinity.cli.sweep.run import Sweep
 from infinity.cli.sweep.search import Choice, Effort, Standing
 from infinity.config import load_config
+from infinity.drive.choice import FILE_NAME, load_profile
 from infinity.drive.describe import Disk, Drive, Queue
 from infinity.drive.measure import DriveTest, Workload
-from infinity.drive.profile import FILE_NAME, load_profile
 from infinity.units import KIB, MIB
 
 COMMAND = [sys.executable, "-m", "infinity.cli.bench", "sweep"]

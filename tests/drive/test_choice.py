@@ -13,9 +13,8 @@ import infinity
 from infinity.aio import IoSettings, probe
 from infinity.config import load_config
 from infinity.drive import choice as storage
-from infinity.drive.choice import StorageChoice, choose_storage
+from infinity.drive.choice import DriveProfile, StorageChoice, choose_storage, save_profile
 from infinity.drive.describe import default_block_bytes, drive_of
-from infinity.drive.profile import DriveProfile, save_profile
 from infinity.units import KIB, MIB
 
 PROFILE = DriveProfile(

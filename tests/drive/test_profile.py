@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies as st
 
 from infinity.aio import IoEngine, PinnedPool
-from infinity.drive import profile as module
-from infinity.drive.profile import FILE_NAME, VERSION, DriveProfile, load_profile, save_profile
+from infinity.drive import choice as module
+from infinity.drive.choice import FILE_NAME, VERSION, DriveProfile, load_profile, save_profile
 
 PROFILE = DriveProfile(
     written="2026-11-21T10:00:00+0000",

@@ -167,13 +167,12 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_no_lock(run: DurableRun, mon
     run.close()
     removed: list[int] = []
 
-    def remove_once(lock: int) -> bool:
+    def remove_once(lock: int, operation: int) -> None:
         if not removed:
             path.unlink()
             removed.append(lock)
-        return True
 
-    monkeypatch.setattr(durable, "_try_lock", remove_once)
+    monkeypatch.setattr(durable.fcntl, "flock", remove_once)
     lock = durable._lock(path)
     assert removed and os.path.samestat(os.fstat(lock), path.lstat())
     os.close(lock)

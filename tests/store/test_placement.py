@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store.placement import SLOTS_MAX, file_bytes, pieces_on_drives, step_bandwidth, stripe_pattern
+from infinity.store.arena import SLOTS_MAX, file_bytes, pieces_on_drives, step_bandwidth, stripe_pattern
 
 RATES = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
 

@@ -77,7 +77,16 @@ def run(options: argparse.Namespace) -> int:
     sections = list(_examine(path))
     failures = [finding for section in sections for finding in section.findings if finding.mark is Mark.FAIL]
     if options.json is not None:
-        write_json(_as_json(path, sections, failures), options.json)
+        findings = [{"section": one.name, **asdict(finding)} for one in sections for finding in one.findings]
+        report = {
+            "format": JSON_FORMAT,
+            "works": not failures,
+            "reasons": [finding.text for finding in failures],
+            "path": str(path),
+            "sections": {section.name: section.facts for section in sections},
+            "findings": findings,
+        }
+        write_json(report, options.json)
     if options.json != "-":
         _print(path, options.path is None, sections, failures)
     return 1 if failures else 0
@@ -111,19 +120,6 @@ def _examine(path: Path) -> Iterator[Section]:
         yield section
 
 
-def _as_json(path: Path, sections: list[Section], failures: list[Finding]) -> dict[str, object]:
-    return {
-        "format": JSON_FORMAT,
-        "works": not failures,
-        "reasons": [finding.text for finding in failures],
-        "path": str(path),
-        "sections": {section.name: section.facts for section in sections},
-        "findings": [
-            {"section": section.name, **asdict(finding)} for section in sections for finding in section.findings
-        ],
-    }
-
-
 def _print(path: Path, by_default: bool, sections: list[Section], failures: list[Finding]) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -149,15 +145,13 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
             if finding.next_move:
                 show(f"next: {finding.next_move}", "bold", name=" ")
     console.print()
-    show(_verdict(path, sections, failures), "bold red" if failures else "bold green")
-
-
-def _verdict(path: Path, sections: list[Section], failures: list[Finding]) -> str:
     if failures:
-        return f"FAIL: training with NVMe does not work here: {'; '.join(finding.text for finding in failures)}"
-    warnings = sum(finding.mark is Mark.WARN for section in sections for finding in section.findings)
-    more = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
-    return f"ok: training with NVMe works in {path}{more}"
+        reasons = "; ".join(finding.text for finding in failures)
+        show(f"FAIL: training with NVMe does not work here: {reasons}", "bold red")
+    else:
+        warnings = sum(finding.mark is Mark.WARN for section in sections for finding in section.findings)
+        more = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
+        show(f"ok: training with NVMe works in {path}{more}", "bold green")
 
 
 def _printable(text: str) -> str:

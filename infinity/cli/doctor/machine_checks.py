@@ -15,6 +15,7 @@ from infinity.cli.doctor.findings import Mark, Section, count_text, size_text
 from infinity.cli.environment import Container, HugePages, Limits, Machine
 from infinity.cli.program import signals_held
 from infinity.kernel_files import text_of
+from infinity.plan.program import ADAM_BYTES
 from infinity.torch_versions import REQUIREMENT, TESTED, why_too_old, why_untested
 from infinity.units import GIB, MIB, format_bytes
 
@@ -41,22 +42,19 @@ def check_software(section: Section) -> None:
     except Exception as error:  # a missing library of CUDA is an OSError
         section.add("torch", Mark.FAIL, f"torch can't be loaded: {error}", "install torch again: pip install torch")
     else:
-        section.facts["torch_version"] = torch.__version__
-        _check_torch(section, torch.__version__)
+        version = section.facts["torch_version"] = torch.__version__
+        move = f"install one that infinity is tested on: pip install '{REQUIREMENT}'"
+        if why_too_old(version) is not None:
+            section.add("torch", Mark.FAIL, f"{version}; infinity needs {TESTED}", move)
+        else:
+            untested = why_untested(version) is not None
+            text = f"{version}; infinity is tested on {TESTED}" if untested else version
+            section.warn_if(untested, "torch", text, move)
     try:
         from infinity import _aio  # noqa: F401
     except ImportError as error:
         move = "build it for this Python: make setup in a checkout, or pip install again"
         section.add("core", Mark.FAIL, f"the compiled core can't be loaded: {error}", move)
-
-
-def _check_torch(section: Section, version: str) -> None:
-    move = f"install one that infinity is tested on: pip install '{REQUIREMENT}'"
-    if why_too_old(version) is not None:
-        section.add("torch", Mark.FAIL, f"{version}; infinity needs {TESTED}", move)
-    else:
-        untested = why_untested(version) is not None
-        section.warn_if(untested, "torch", f"{version}; infinity is tested on {TESTED}" if untested else version, move)
 
 
 def check_machine(section: Section, machine: Machine) -> None:
@@ -70,28 +68,39 @@ def check_machine(section: Section, machine: Machine) -> None:
     if machine.numa_nodes:
         cpus += f", {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes > 1)}"
     section.add("cpus", Mark.INFO, cpus)
-    _check_memory(section, machine)
-    if machine.swap_bytes:
-        text = f"{format_bytes(machine.swap_bytes)}, {format_bytes(machine.swap_free_bytes or 0)} free"
-        section.add("swap", Mark.INFO, f"{text}; infinity.lock_memory keeps the pool out of it")
-    elif machine.swap_bytes is not None:
-        section.add("swap", Mark.INFO, "none")
-
-
-def _check_memory(section: Section, machine: Machine) -> None:
-    available = machine.memory_available_bytes
+    available, limit = machine.memory_available_bytes, machine.memory_limit_bytes
     text = f"{size_text(machine.memory_bytes)}, {size_text(available)} available"
-    limit = machine.memory_limit_bytes
     if limit is not None:
         used = machine.memory_limit_used_bytes
         text += f"; a control group allows {format_bytes(limit)}" + (f", {format_bytes(used)} used" if used else "")
     low = any(nbytes is not None and nbytes < _MEMORY_BYTES_MIN for nbytes in (available, limit))
     move = "end other programs or raise the container's memory limit: Python, torch and a small pool take about 1 GiB"
     section.warn_if(low, "memory", text, move)
+    if machine.swap_bytes:
+        text = f"{format_bytes(machine.swap_bytes)}, {format_bytes(machine.swap_free_bytes or 0)} free"
+        section.add("swap", Mark.INFO, f"{text}; infinity.lock_memory keeps the pool out of it")
+    elif machine.swap_bytes is not None:
+        section.add("swap", Mark.INFO, "none")
+    rate = section.facts["memory_bytes_per_s"] = None if low else _memory_bytes_per_s()
+    if rate is not None:
+        seconds = ADAM_BYTES * 1e9 / rate
+        text = f"{rate / 1e9:.1f} GB/s, so updating 1 B parameters in host memory takes {seconds:.2g} s"
+        section.add("memory_speed", Mark.INFO, text)
+
+
+def _memory_bytes_per_s() -> float | None:
+    """Bytes read and written per second by a copy, as the planner measures it; None without torch."""
+    try:
+        import torch
+
+        from infinity.cli.plan.here import copy_rate
+    except Exception:  # a finding of `check_software`
+        return None
+    return 2 * copy_rate(torch.device("cpu"))
 
 
 def check_gpu(section: Section) -> None:
-    """CUDA. Without a device, CUDA is not initialized."""
+    """CUDA. Without a device, CUDA is not initialized; the CPU is looked at instead."""
     section.facts = {"cuda_version": None, "driver_version": None, "available": False, "devices": []}
     try:
         import torch
@@ -102,44 +111,31 @@ def check_gpu(section: Section) -> None:
     version = torch.version.cuda or torch.version.hip
     section.facts |= {"cuda_version": version, "driver_version": driver[1] if driver else None}
     present = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    if version and present and torch.cuda.is_available():
+        section.add("cuda", Mark.OK, f"CUDA {version}, driver {driver[1] if driver else 'unknown'}")
+        devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        section.facts |= {
+            "available": True,
+            "devices": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
+        }
+        for number, device in enumerate(devices):
+            section.add(f"device_{number}", Mark.OK, f"{device.name}, {format_bytes(device.total_memory)}")
+        return
     if not version:
         move = "install the CUDA build of torch (pytorch.org/get-started) to train on the GPU"
         text = "this torch is built for the CPU" + (", but there is a GPU" if present else "")
         section.warn_if(present, "cuda", text, move, otherwise=Mark.INFO)
     elif not present:
         section.add("cuda", Mark.INFO, f"no GPU here: training runs on the CPU (torch is built for CUDA {version})")
-    elif not torch.cuda.is_available():
+    else:
         move = "see what nvidia-smi says; check the driver's version, and that CUDA_VISIBLE_DEVICES is not empty"
         section.add("cuda", Mark.WARN, f"there is a GPU, but torch (CUDA {version}) can't use it", move)
-    else:
-        _check_devices(section, f"CUDA {version}, driver {driver[1] if driver else 'unknown'}")
-    if not section.facts["available"]:
-        _check_arithmetic(section)
-
-
-def _check_arithmetic(section: Section) -> None:
-    """What the CPU is good for where it computes."""
-    import torch
-
     from infinity.device import why_slow
 
     why = why_slow(torch.bfloat16)
     section.facts["cpu_multiplies_in_bf16"] = why is None
     text = why or "bf16 multiplies with vector instructions of this CPU"
     section.warn_if(why is not None, "bf16", text, 'train without "bf16" in the config here, or where there is a GPU')
-
-
-def _check_devices(section: Section, versions: str) -> None:
-    import torch
-
-    section.add("cuda", Mark.OK, versions)
-    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    section.facts |= {
-        "available": True,
-        "devices": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
-    }
-    for number, device in enumerate(devices):
-        section.add(f"device_{number}", Mark.OK, f"{device.name}, {format_bytes(device.total_memory)}")
 
 
 def check_container(section: Section, container: Container) -> None:
@@ -165,7 +161,15 @@ def check_container(section: Section, container: Container) -> None:
 def check_limits(section: Section, limits: Limits, container: Container) -> None:
     """Limits of the process that concern the pool, the arenas and the backends."""
     section.facts = asdict(limits)
-    _check_memlock(section, limits, container)
+    soft = limits.memlock_soft_bytes
+    text = f"{size_text(soft)} (at most {size_text(limits.memlock_hard_bytes)})"
+    if soft is None or container.cap_ipc_lock:
+        why = "no limit" if soft is None else f"{text}, but CAP_IPC_LOCK lifts it"
+        section.add("memlock", Mark.OK, f"{why}: a pool of any size can be registered and locked")
+    else:
+        text += ": a larger pool is not registered with io_uring (more CPU per byte), nor locked (infinity.lock_memory)"
+        move = "ulimit -l unlimited, or docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity in a systemd unit"
+        section.add("memlock", Mark.WARN, text, move)
     files = limits.open_files_soft
     text = "no limit" if files is None else f"{files} (at most {count_text(limits.open_files_hard)})"
     few = files is not None and files < _OPEN_FILES_MIN
@@ -180,18 +184,6 @@ def check_limits(section: Section, limits: Limits, container: Container) -> None
         section.warn_if(left < _AIO_REQUESTS_MIN, "kernel_aio", text, move)
 
 
-def _check_memlock(section: Section, limits: Limits, container: Container) -> None:
-    soft, hard = limits.memlock_soft_bytes, limits.memlock_hard_bytes
-    text = f"{size_text(soft)} (at most {size_text(hard)})"
-    if soft is None or container.cap_ipc_lock:
-        why = "no limit" if soft is None else f"{text}, but CAP_IPC_LOCK lifts it"
-        section.add("memlock", Mark.OK, f"{why}: a pool of any size can be registered and locked")
-        return
-    text += ": a larger pool is not registered with io_uring (more CPU per byte), nor locked (infinity.lock_memory)"
-    move = "ulimit -l unlimited, or docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity in a systemd unit"
-    section.add("memlock", Mark.WARN, text, move)
-
-
 def check_huge_pages(section: Section, pages: HugePages) -> None:
     """The settings, and a trial slab: what counts is what the kernel gives."""
     section.facts = asdict(pages) | {"trial_bytes": SLAB_BYTES, "trial_huge": None, "trial_notes": []}
@@ -204,10 +196,6 @@ def check_huge_pages(section: Section, pages: HugePages) -> None:
     for pool in pages.reserved:
         text = f"{pool.total} of {format_bytes(pool.page_bytes)}, {pool.free} free: memory that nothing else can use"
         section.add("reserved", Mark.INFO, text)
-    _try_slab(section, allow)
-
-
-def _try_slab(section: Section, allow: str) -> None:
     from infinity.aio import PinnedSlab
 
     try:

@@ -8,9 +8,9 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infinity.cli.doctor.findings import Finding, Mark, Section, count_text, kib_text, size_text
+from infinity.cli.doctor.findings import Mark, Section, count_text, kib_text, size_text
 from infinity.cli.program import signals_held
-from infinity.drive.describe import LOCAL, Disk, Drive, Queue, default_block_bytes, drive_of, existing
+from infinity.drive.describe import LOCAL, Drive, Queue, default_block_bytes, drive_of, existing
 from infinity.schedule.scheme import Scheme
 from infinity.units import GIB, MIB, PAGE_BYTES, format_bytes, format_count
 
@@ -20,38 +20,13 @@ TRIAL_BYTES = 8 * MIB
 
 def check_path(section: Section, path: Path) -> None:
     """Whether the path is a folder that takes files, and how much room there is."""
-    section.facts = {"path": str(path), "usable": False, "free_bytes": None, "total_bytes": None, "free_files": None}
-    if (finding := refusal(path)) is not None:
-        section.findings.append(finding)
-        return
-    section.add("folder", Mark.OK, str(path))
-    _check_room(section, path)
-    section.facts["usable"] = all(finding.mark is not Mark.FAIL for finding in section.findings)
-
-
-def refusal(path: Path) -> Finding | None:
-    """Why nothing can be written in `path`, as far as that shows without trying."""
-    another = "or name another folder"
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return Finding("folder", Mark.FAIL, f"{path} does not exist", f"mkdir -p {shlex.quote(str(path))}, {another}")
-    except OSError as error:
-        return Finding(
-            "folder", Mark.FAIL, f"{path} can't be reached: {error.strerror}", f"correct the path, {another}"
-        )
-    if not stat.S_ISDIR(status.st_mode):
-        return Finding("folder", Mark.FAIL, f"{path} is not a folder", "name the folder that swap files may be made in")
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
-        return Finding("folder", Mark.FAIL, f"{path} is mounted read-only", f"mount it read-write, {another}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        return Finding("folder", Mark.FAIL, f"{path} is not writable for this user", f"change its owner, {another}")
-    return None
-
-
-def _check_room(section: Section, path: Path) -> None:
     from infinity.store.run_folder import free_bytes
 
+    section.facts = {"path": str(path), "usable": False, "free_bytes": None, "total_bytes": None, "free_files": None}
+    if (refused := refusal(path)) is not None:
+        section.add("folder", Mark.FAIL, *refused)
+        return
+    section.add("folder", Mark.OK, str(path))
     free = free_bytes(path)
     status = os.statvfs(path)
     total = status.f_blocks * status.f_frsize
@@ -71,6 +46,25 @@ def _check_room(section: Section, path: Path) -> None:
         section.warn_if(free < GIB, "space", f"{text} at {state_bytes:g} bytes each", move)
     if counts_files and status.f_favail < 8:
         section.add("files", Mark.FAIL, "the file system can't hold another file (no inodes are free)", move)
+    section.facts["usable"] = all(finding.mark is not Mark.FAIL for finding in section.findings)
+
+
+def refusal(path: Path) -> tuple[str, str] | None:
+    """Why nothing can be written in `path`, as far as that shows without trying, and what to do about it."""
+    another = "or name another folder"
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return f"{path} does not exist", f"mkdir -p {shlex.quote(str(path))}, {another}"
+    except OSError as error:
+        return f"{path} can't be reached: {error.strerror}", f"correct the path, {another}"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{path} is not a folder", "name the folder that swap files may be made in"
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return f"{path} is mounted read-only", f"mount it read-write, {another}"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"{path} is not writable for this user", f"change its owner, {another}"
+    return None
 
 
 def check_drive(section: Section, path: Path) -> None:
@@ -88,20 +82,16 @@ def check_drive(section: Section, path: Path) -> None:
         move = "use an unencrypted partition if the data may rest on one"
         section.warn_if(encrypted, "layer", text, move, otherwise=Mark.INFO)
     for disk in drive.disks:
-        _check_disk(section, disk)
+        text = f"{disk.name}: {disk.model or 'no model given'}, {disk.transport}, {size_text(disk.nbytes)}"
+        if disk.numa_node is not None:
+            text += f", on NUMA node {disk.numa_node}"
+        why = disk.weakness
+        section.warn_if(bool(why), "disk", text + (f"; {why}" if why else ""), LOCAL)
     if drive.device:
         _check_queue(section, drive, drive.queue)
         section.add(
             "block_size", Mark.INFO, f"{format_bytes(block_bytes)} to begin with: the largest request, up to 1 MiB"
         )
-
-
-def _check_disk(section: Section, disk: Disk) -> None:
-    text = f"{disk.name}: {disk.model or 'no model given'}, {disk.transport}, {size_text(disk.nbytes)}"
-    if disk.numa_node is not None:
-        text += f", on NUMA node {disk.numa_node}"
-    why = disk.weakness
-    section.warn_if(bool(why), "disk", text + (f"; {why}" if why else ""), LOCAL)
 
 
 def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:

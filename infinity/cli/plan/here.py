@@ -18,9 +18,9 @@ from torch import nn
 
 import infinity
 from infinity.cli.synthetic import Block
+from infinity.drive.choice import DriveProfile, load_profile
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import DriveRates, measure_drive
-from infinity.drive.profile import DriveProfile, load_profile
 from infinity.host_memory import available_bytes
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
@@ -39,9 +39,6 @@ _FLOPS_MAX = {"cpu": 3e11, "cuda": 2e14}
 """Of one measured step: a second or two on few cores."""
 
 _STEPS = 5
-_DRIVE_FILE_BYTES = 256 * MIB
-_DRIVE_ROUNDS = 3
-_DRIVE_SECONDS = 0.15
 _COPY_BYTES = 256 * MIB
 
 
@@ -69,8 +66,8 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
     return Machine(
         device_bytes=torch.cuda.mem_get_info()[0],
         device_bytes_per_s=update_bytes_per_s,
-        link_bytes_per_s=_copy_rate(torch.device("cuda")),
-        host_bytes_per_s=2 * _copy_rate(torch.device("cpu")),
+        link_bytes_per_s=copy_rate(torch.device("cuda")),
+        host_bytes_per_s=2 * copy_rate(torch.device("cpu")),
         **shared,
     )
 
@@ -80,7 +77,7 @@ def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
     measured: DriveProfile | DriveRates | None = load_profile(path)
     source = "its profile"
     if measured is None:
-        measured = measure_drive(path, nbytes=_DRIVE_FILE_BYTES, rounds=_DRIVE_ROUNDS, seconds=_DRIVE_SECONDS)
+        measured = measure_drive(path, rounds=3)
         source = "a short measurement"
     each_way = measured.mixed_bytes_per_s / 2
     return DriveSpeed(measured.read_bytes_per_s, measured.write_bytes_per_s, (each_way, each_way)), source
@@ -89,10 +86,11 @@ def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
 def _measure_training(
     model: Transformer, *, samples: int, kind: str, report: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Time a few steps of a small model whose blocks are as wide as those of `model`, or as wide as is quick.
+    """Time a few steps of a small model whose blocks are as wide as those of `model`, or as wide as is quick: on a GPU in its
+    memory, on a CPU paged in host memory.
 
     Returns the operations per second of forward and backward, counting 6 per token and parameter, and the bytes per second of
-    the norm, clipping and AdamW, counting the memory traffic of the planner.
+    AdamW, and on a GPU of the norm and clipping, counting the memory traffic of the planner.
     """
     width = math.isqrt(_BLOCK_NUMEL_MAX[kind] // BLOCK_FACTOR) // 64 * 64
     hidden, heads = (model.hidden, model.heads) if model.hidden <= width else (width, heads_for(width))
@@ -101,12 +99,14 @@ def _measure_training(
     tokens = max(16, int(_FLOPS_MAX[kind] / 6 / numel))
     seq = min(model.seq, tokens)
     batch = torch.randn(max(1, min(samples, tokens // seq)), seq, hidden, dtype=torch.bfloat16)
+    place = {"device": "cpu" if kind == "cpu" else "none"}
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"update": "step" if kind == "cpu" else "auto"},
     }
     with infinity.init_empty():
         # Within another module, as FSDP2 groups what stands in a list within the model.
@@ -117,7 +117,8 @@ def _measure_training(
     gradient_seconds, step_seconds = (statistics.median(times) for times in zip(*passes, strict=True))
     exact = sum(parameter.numel() for parameter in blocks.parameters())
     flops_per_s = 6 * batch.shape[0] * seq * exact / gradient_seconds
-    update_bytes_per_s = (ADAM_BYTES + NORM_BYTES + CLIP_BYTES) * exact / step_seconds
+    traffic = ADAM_BYTES if kind == "cpu" else ADAM_BYTES + NORM_BYTES + CLIP_BYTES
+    update_bytes_per_s = traffic * exact / step_seconds
     report(
         f"training steps: {flops_per_s / 1e12:.3g} TFLOP/s on {layers} blocks of width {hidden}, "
         f"{batch.shape[0]} x {seq} tokens; AdamW at {update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
@@ -141,7 +142,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device) -> float:
     """Bytes per second from pinned host memory to `device`; on the CPU, from memory to memory."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infinity.cli.arguments import add_json, add_path, check_files, check_plot, checked_value, count
+from infinity.cli.arguments import add_json, check_files, check_plot, checked_value, count, named_path
 from infinity.cli.doctor.path_checks import refusal
 from infinity.cli.program import add_command, usage_checked
 from infinity.errors import ConfigError, InfinityError
@@ -38,8 +38,8 @@ docs/sweep.md says what is measured, and lists the keys of --json."""
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "measure a drive and find the settings that serve training best"
     parser = add_command(subparsers, "sweep", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
-    add_path(parser, "folder on the drive to measure (nvme_path)", nargs="+")
     add = parser.add_argument
+    add("paths", nargs="+", type=named_path, metavar="PATH", help="folder on the drive to measure (nvme_path)")
     add("--quick", action="store_true", help="less exact, in about a minute")
     text = (
         'size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)'
@@ -60,10 +60,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Sweep the paths: 0 when done. Raises StoreError or IoError, or UsageError for options that can't be met."""
     with usage_checked():
-        _check(options)
+        sizes = _check(options)
     from infinity.cli.sweep.run import Sweep
 
-    sweep = Sweep(options, {path: _file_bytes(path, options.size, quick=options.quick) for path in options.paths})
+    sweep = Sweep(options, sizes)
     try:
         sweep.run()
     except (InfinityError, KeyboardInterrupt, SystemExit):
@@ -72,50 +72,40 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _file_bytes(path: Path, size: int | None, *, quick: bool) -> int:
-    """Size of the test file on the drive of `path`."""
-    from infinity.store.run_folder import free_bytes
+def _check(options: argparse.Namespace) -> dict[Path, int]:
+    """Whether the options can be met, before the first byte is written; returns the bytes of the test file of each path.
 
-    return size or min(_QUICK_SIZE_MAX if quick else _SIZE_MAX, free_bytes(path) // _FREE_SHARE)
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Whether the options can be met, before the first byte is written. Raises ConfigError, or StoreError without fio."""
-    from infinity.cli.sweep.fio import find_fio
-
-    for path in options.paths:
-        _check_path(path, options)
-    _check_backends(options.backend or [])
-    if options.fio:
-        find_fio()
-    check_plot(options.plot)
-    check_files(options, "json")
-
-
-def _check_path(path: Path, options: argparse.Namespace) -> None:
-    from infinity.store.run_folder import free_bytes
-
-    if (finding := refusal(path)) is not None:
-        raise ConfigError(f"{finding.text}: {finding.next_move}")
-    nbytes, free = _file_bytes(path, options.size, quick=options.quick), free_bytes(path)
-    if nbytes > free:
-        raise ConfigError(
-            f"{path}: a file of {format_bytes(nbytes)} does not fit into the {format_bytes(free)} that are free"
-        )
-    if nbytes < _SIZE_MIN:
-        raise ConfigError(
-            f"{path}: {format_bytes(free)} are free, too little for an honest measurement: free some, or set --size"
-        )
-
-
-def _check_backends(names: list[str]) -> None:
+    Raises ConfigError, or StoreError without fio.
+    """
     from infinity.aio import probe
+    from infinity.cli.sweep.fio import find_fio
+    from infinity.store.run_folder import free_bytes
 
+    sizes = {}
+    for path in options.paths:
+        if (refused := refusal(path)) is not None:
+            raise ConfigError(": ".join(refused))
+        free = free_bytes(path)
+        size_max = _QUICK_SIZE_MAX if options.quick else _SIZE_MAX
+        nbytes = sizes[path] = options.size or min(size_max, free // _FREE_SHARE)
+        if nbytes > free:
+            raise ConfigError(
+                f"{path}: a file of {format_bytes(nbytes)} does not fit into the {format_bytes(free)} that are free"
+            )
+        if nbytes < _SIZE_MIN:
+            raise ConfigError(
+                f"{path}: {format_bytes(free)} are free, too little for an honest measurement: free some, or set --size"
+            )
     backends = {name: (available, reason) for name, available, reason in probe()}
-    for name in names:
+    for name in options.backend or []:
         if name not in backends:
             raise ConfigError(f"--backend {name}: there is no such backend, but {', '.join(backends)}")
         if not backends[name][0]:
             raise ConfigError(f"--backend {name}: {backends[name][1]}")
     if not any(available for available, _ in backends.values()):
         raise ConfigError("no I/O backend is available here")
+    if options.fio:
+        find_fio()
+    check_plot(options.plot)
+    check_files(options, "json")
+    return sizes

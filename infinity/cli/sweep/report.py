@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import time
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -22,7 +23,6 @@ from infinity.cli.sweep.search import Choice, Search, Standing
 from infinity.cli.tables import table_of
 from infinity.drive.describe import Drive
 from infinity.drive.measure import DriveTest, Workload
-from infinity.drive.profile import DriveProfile
 from infinity.plan.lower_bound import Part, step_bytes
 from infinity.plan.planner import RATED_DAYS
 from infinity.schedule.scheme import Scheme
@@ -40,7 +40,6 @@ class Swept:
     test: DriveTest
     search: Search
     rival: fio.Fio | None
-    rounds: int
     seconds: float = 0.0
 
 
@@ -90,28 +89,6 @@ def config_block(choice: Choice) -> dict[str, Any]:
     }
 
 
-def profile_of(swept: Swept) -> DriveProfile | None:
-    """The profile to keep on the drive for later runs; None where nothing could be recommended."""
-    choice = swept.search.recommended()
-    if choice is None:
-        return None
-    settings = choice.settings
-    return DriveProfile(
-        written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        path=str(swept.path),
-        drive=label_of(swept.drive),
-        backend=settings.backend,
-        block_bytes=settings.block_bytes,
-        queue_depth=settings.queue_depth,
-        rings=settings.rings,
-        mix=settings.mix,
-        read_bytes_per_s=choice.of[Workload.READ].bytes_per_s,
-        write_bytes_per_s=choice.of[Workload.WRITE].bytes_per_s,
-        mixed_bytes_per_s=choice.of[Workload.MIXED].bytes_per_s,
-        cpu_seconds_per_gib=choice.cpu_seconds_per_gib,
-    )
-
-
 # --- For people ---
 
 
@@ -122,9 +99,19 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
     if choice is None:
         console.print("Nothing can be recommended: no settings were measured under every load.", style="yellow")
         return
-    for line in verdict(swept, choice):
-        console.print(line)
-    print_endurance(swept, choice, console, params or list(_PARAMS))
+    console.print(*_verdict(swept, choice), sep="\n")
+    table = table_of("parameters", "on the drive", "read a step", "written a step", "step at least")
+    for count in params or _PARAMS:
+        read, written = _step_bytes(count)
+        table.add_row(
+            format_count(count),
+            format_bytes(Scheme().state_bytes * count),
+            format_bytes(read),
+            format_bytes(written),
+            format_seconds((read + written) / choice.step_bytes_per_s),
+        )
+    console.print(table)
+    console.print(endurance(swept.drive, choice))
     console.print("For the training config:")
     console.print(json.dumps(config_block(choice), indent=2), soft_wrap=True, highlight=False, markup=False)
 
@@ -137,24 +124,22 @@ def print_found(swept: Swept, console: Console) -> None:
             if (standing := swept.search.best(name, workload)) is not None:
                 title = name if workload is Workload.READ else ""
                 last = workload is Workload.MIXED
-                load = "mixed, bursts" if last and standing.settings.mix == "bursts" else workload.value
-                table.add_row(title, load, *_cells(standing), end_section=last)
+                settings = standing.settings
+                table.add_row(
+                    title,
+                    "mixed, bursts" if last and settings.mix == "bursts" else workload.value,
+                    f"{standing.bytes_per_s / 1e9:.2f}",
+                    f"{standing.bytes_per_s_min / 1e9:.2f}-{standing.bytes_per_s_max / 1e9:.2f}",
+                    block_in_words(settings.block_bytes),
+                    str(settings.queue_depth),
+                    str(settings.rings),
+                    f"{standing.cpu_seconds_per_gib * 1e9 / GIB:.4f}",
+                    end_section=last,
+                )
     console.print(table)
 
 
-def _cells(standing: Standing) -> list[str]:
-    settings = standing.settings
-    return [
-        f"{standing.bytes_per_s / 1e9:.2f}",
-        f"{standing.bytes_per_s_min / 1e9:.2f}-{standing.bytes_per_s_max / 1e9:.2f}",
-        block_in_words(settings.block_bytes),
-        str(settings.queue_depth),
-        str(settings.rings),
-        f"{standing.cpu_seconds_per_gib * 1e9 / GIB:.4f}",
-    ]
-
-
-def verdict(swept: Swept, choice: Choice) -> list[str]:
+def _verdict(swept: Swept, choice: Choice) -> list[str]:
     read, write, mixed = (_fastest(swept, workload) for workload in Workload)
     turns = 2 / (1 / read + 1 / write)
     lines = [
@@ -197,23 +182,6 @@ def ratios_to_rival(swept: Swept) -> dict[str, float]:
         for workload, rival in rivals.items()
         if rival is not None
     }
-
-
-def print_endurance(swept: Swept, choice: Choice, console: Console, params: list[int]) -> None:
-    """Print the bytes that training writes, and how long a drive lasts."""
-    table = table_of("parameters", "on the drive", "read a step", "written a step", "step at least")
-    for count in params:
-        read, written = _step_bytes(count)
-        seconds = (read + written) / choice.step_bytes_per_s
-        table.add_row(
-            format_count(count),
-            format_bytes(Scheme().state_bytes * count),
-            format_bytes(read),
-            format_bytes(written),
-            format_seconds(seconds),
-        )
-    console.print(table)
-    console.print(endurance(swept.drive, choice))
 
 
 def endurance(drive: Drive, choice: Choice) -> str:
@@ -265,16 +233,19 @@ def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Con
 
 def as_json(swept: list[Swept], all_at_once: AllAtOnce | None, options: argparse.Namespace) -> dict[str, Any]:
     """The whole result. Of several paths, each is an entry of `paths`; a single one stands at the top."""
+    versions = {"infinity": infinity.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if options.fio:
+        versions["fio"] = fio.version_of(fio.find_fio())
     about = {
         "bench": "sweep",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": _machine(),
         "kernel": platform.release(),
-        "versions": _versions(options),
+        "versions": versions,
         "quick": options.quick,
-        "rounds": swept[0].rounds,
+        "rounds": swept[0].search.effort.rounds,
     }
-    results = [_path_as_json(one, options) for one in swept]
+    results = [_path_as_json(one) for one in swept]
     if len(results) == 1:
         return about | results[0]
     more: dict[str, Any] = {
@@ -289,7 +260,7 @@ def as_json(swept: list[Swept], all_at_once: AllAtOnce | None, options: argparse
     return about | more
 
 
-def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
+def _path_as_json(swept: Swept) -> dict[str, Any]:
     search, drive = swept.search, swept.drive
     result: dict[str, Any] = {
         "path": str(swept.path),
@@ -326,11 +297,12 @@ def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
 
 def _loads_as_json(swept: Swept, name: str) -> dict[str, Any]:
     bests = {workload: swept.search.best(name, workload) for workload in Workload}
-    return {load.value: _standing_as_json(best, load, fio_s=name == fio.NAME) for load, best in bests.items() if best}
+    return {load.value: _standing_as_json(best, load) for load, best in bests.items() if best}
 
 
-def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = False) -> dict[str, Any]:
+def _standing_as_json(standing: Standing, workload: Workload) -> dict[str, Any]:
     settings = standing.settings
+    fio_s = settings.backend == fio.NAME
     names = ("iodepth", "numjobs") if fio_s else ("queue_depth", "rings")
     result = asdict(standing) | {
         "backend": settings.backend,
@@ -350,20 +322,13 @@ def _choice_as_json(choice: Choice) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "architecture": platform.machine()}
-
-
-def _versions(options: argparse.Namespace) -> dict[str, str]:
-    versions = {"infinity": infinity.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    if options.fio:
-        versions["fio"] = fio.version_of(fio.find_fio())
-    return versions
+    model = re.search(r"^model name\s*:\s*(.*?)\s*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cpu": model[1] if model else "unknown",
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "architecture": platform.machine(),
+    }
 
 
 # --- Small things ---

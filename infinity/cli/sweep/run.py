@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,28 +15,60 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from infinity.aio import IoSettings, probe
 from infinity.cli.arguments import write_json
 from infinity.cli.sweep import fio
-from infinity.cli.sweep.progress import Progress
 from infinity.cli.sweep.report import (
     AllAtOnce,
     Swept,
     as_json,
     block_in_words,
+    label_of,
     on_one_device,
     print_all_at_once,
     print_found,
     print_report,
-    profile_of,
 )
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search
+from infinity.drive.choice import DriveProfile, save_profile
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import FILE_BYTES_MIN, POOL_BYTES, DriveTest, Trial, Workload
-from infinity.drive.profile import save_profile
 from infinity.host_memory import available_bytes
-from infinity.units import GIB, MIB
+from infinity.units import GIB, MIB, format_seconds
+
+_LINE_SECONDS = 5.0
+
+
+class Progress(Bar):
+    """Shows progress, from the seconds done and an estimate of the seconds left."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._next_line = time.monotonic()
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            transient=True,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self.add_task("", total=None, left="")
+
+    def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
+        """Show what is being done now. May be called often."""
+        left = f"about {format_seconds(max(1.0, left_seconds), digits=1)} left"
+        total = done_seconds + left_seconds
+        self.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
+        if self.disable and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            print(f"{activity}; {left}", file=sys.stderr, flush=True)
+
 
 _QUEUE_SECONDS_MAX = 0.1
 _QUEUE_BYTES_MIN = 64 * MIB
@@ -66,20 +99,24 @@ class Sweep:
         self._began = time.monotonic()
         self._trial_seconds, self._wall_seconds = 4.0, 6.0  # a guess that outweighs the first trials
         self._swept: list[Swept] = []
-        self._all_at_once: AllAtOnce | None = None
 
     def run(self) -> None:
         """Measure everything; then print, write the files and keep the profiles. Raises StoreError or IoError."""
         with Progress() as progress:
             for path, nbytes in self._sizes.items():
                 self._sweep(path, nbytes, progress)
-            self._all_at_once = self._run_all_at_once(progress)
+            all_at_once = self._run_all_at_once(progress)
         for swept in self._swept:
             print_report(swept, self._console, params=self._options.params)
             if not self._options.no_profile:
                 self._keep_profile(swept)
-        print_all_at_once(self._swept, self._all_at_once, self._console)
-        self._write_files()
+        print_all_at_once(self._swept, all_at_once, self._console)
+        if self._options.json is not None:
+            write_json(as_json(self._swept, all_at_once, self._options), self._options.json)
+        if self._options.plot is not None:
+            from infinity.cli.sweep.plot import draw
+
+            draw(self._swept, self._options.plot)
 
     def print_partial_results(self) -> None:
         """After an early end: print the best so far."""
@@ -114,7 +151,7 @@ class Sweep:
                 effort=self._effort,
                 rivals=[fio.NAME] if rival is not None else [],
             )
-            swept = Swept(path.resolve(), drive_of(path), test, search, rival, self._effort.rounds)
+            swept = Swept(path.resolve(), drive_of(path), test, search, rival)
             self._swept.append(swept)
             began = time.monotonic()
             activity, size = f"{path}: writing the test file", f"{nbytes / GIB:.1f} GiB"
@@ -148,38 +185,44 @@ class Sweep:
                 test = DriveTest(swept.path, nbytes=self._sizes[swept.path], pool_bytes=_pool_bytes())
                 tests.append((stack.enter_context(test), settings))
                 test.fill()
-            return {workload: self._rounds_all_at_once(tests, workload) for workload in Workload}
 
-    def _rounds_all_at_once(self, tests: list[tuple[DriveTest, IoSettings]], workload: Workload) -> float:
-        """Sum of the bytes per second of all drives, median of the rounds."""
-
-        def one_round() -> float:
-            with ThreadPoolExecutor(len(tests)) as threads:
+            def one_round(workload: Workload) -> float:
+                """The sum of the bytes per second of all drives."""
                 trials = [threads.submit(test.run, workload, settings, 1.0) for test, settings in tests]
                 return sum(trial.result().bytes_per_s for trial in trials)
 
-        return statistics.median(one_round() for _ in range(self._effort.rounds))
+            threads = stack.enter_context(ThreadPoolExecutor(len(tests)))
+            rounds = range(self._effort.rounds)
+            return {workload: statistics.median(one_round(workload) for _ in rounds) for workload in Workload}
 
     # --- What stays ---
 
     def _keep_profile(self, swept: Swept) -> None:
-        profile = profile_of(swept)
-        if profile is None:
+        """Write the profile to the drive for later runs, if anything could be recommended."""
+        choice = swept.search.recommended()
+        if choice is None:
             return
+        settings = choice.settings
+        profile = DriveProfile(
+            written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            path=str(swept.path),
+            drive=label_of(swept.drive),
+            backend=settings.backend,
+            block_bytes=settings.block_bytes,
+            queue_depth=settings.queue_depth,
+            rings=settings.rings,
+            mix=settings.mix,
+            read_bytes_per_s=choice.of[Workload.READ].bytes_per_s,
+            write_bytes_per_s=choice.of[Workload.WRITE].bytes_per_s,
+            mixed_bytes_per_s=choice.of[Workload.MIXED].bytes_per_s,
+            cpu_seconds_per_gib=choice.cpu_seconds_per_gib,
+        )
         try:
             path = save_profile(profile, swept.path)
         except OSError as error:
             self._console.print(f"The profile of the drive could not be kept in {swept.path}: {error}", style="yellow")
         else:
             self._console.print(f"Kept in {path}.", soft_wrap=True)
-
-    def _write_files(self) -> None:
-        if self._options.json is not None:
-            write_json(as_json(self._swept, self._all_at_once, self._options), self._options.json)
-        if self._options.plot is not None:
-            from infinity.cli.sweep.plot import draw
-
-            draw(self._swept, self._options.plot)
 
 
 def _pool_bytes() -> int:

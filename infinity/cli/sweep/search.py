@@ -61,9 +61,16 @@ class Effort:
     rounds: int
     round_seconds: float
 
+    def phases(self, *, backends: int, rivals: int) -> list[float]:
+        """Trial time at most of each phase: exploring each backend and workload, the candidates, the finals."""
+        exploring = (len(self.grid_blocks) * len(self.grid_depths) + self.steps) * self.trial_seconds
+        candidates = len(Workload) * (backends * (self.candidates + 1) * 2 + 1) * self.trial_seconds
+        finals = len(Workload) * (self.finalists + backends + 2 * rivals) * self.rounds * self.round_seconds
+        return [exploring] * (len(Workload) * (backends + rivals)) + [candidates, finals]
+
     def seconds(self, *, backends: int, rivals: int) -> float:
         """Trial time of a whole search at most."""
-        return _Plan(self, backends, rivals).total
+        return sum(self.phases(backends=backends, rivals=rivals))
 
 
 QUICK = Effort((MIB, 4 * MIB), (8, 32), 6, 0.15, candidates=1, finalists=2, rounds=3, round_seconds=0.2)
@@ -151,22 +158,24 @@ class Search:
         self.trials: list[Trial] = []
         self._short: _Trials = {}
         self._final: _Trials = defaultdict(list)
-        self._plan = _Plan(self.effort, len(self.backends), len(self.rivals))
+        self._phases = self.effort.phases(backends=len(self.backends), rivals=len(self.rivals))
+        """Upper bound of the seconds of trials still to come, of the present phase and those after it."""
 
     @property
     def remaining_seconds(self) -> float:
         """Upper bound of the trial time still to come, without starting and stopping trials."""
-        return self._plan.total
+        return sum(self._phases)
 
     def run(self) -> None:
         """Try all that the effort allows. Only an exception of `measure` ends it early; results so far stay."""
         for name in self.names:
             for workload in Workload:
                 self._explore(name, workload)
+                del self._phases[0]
         for settings in self._candidates():
             for workload in Workload:
                 self._try(workload, settings)
-        self._plan.end_phase()
+        del self._phases[0]
         self._run_finals()
 
     def best(self, name: str, workload: Workload) -> Standing | None:
@@ -200,30 +209,23 @@ class Search:
     # --- Exploring ---
 
     def _explore(self, name: str, workload: Workload) -> None:
-        """The grid, then single steps from its best point until none helps."""
+        """The grid, then single steps from its best point until none helps. A move that helped is tried first the next time."""
         for block in self.effort.grid_blocks:
             for depth in self.effort.grid_depths:
                 self._try(workload, IoSettings(name, block, depth))
         tried_until = len(self.trials) + self.effort.steps
-        move: str | None = ""
-        while move is not None:
-            move = self._step(name, workload, tried_until, first=move)
-        self._plan.end_phase()
-
-    def _step(self, name: str, workload: Workload, tried_until: int, *, first: str) -> str | None:
-        """Move from the best point to a clearly better one; returns the move, or None where none helps. `first` is tried
-        first: a move that helped once often helps again."""
-        start = self.best(name, workload)
-        if start is None:
-            return None
-        moves = self._moves(start.settings, workload)
-        for move in sorted(moves, key=lambda move: move != first):
-            if len(self.trials) >= tried_until:
-                return None
-            rate = self._try(workload, moves[move])
-            if rate is not None and rate > _CLEAR_GAIN * start.bytes_per_s:
-                return move
-        return None
+        helped = ""
+        while (start := self.best(name, workload)) is not None:
+            moves = self._moves(start.settings, workload)
+            for move in sorted(moves, key=lambda move: move != helped):
+                if len(self.trials) >= tried_until:
+                    return
+                rate = self._try(workload, moves[move])
+                if rate is not None and rate > _CLEAR_GAIN * start.bytes_per_s:
+                    helped = move
+                    break
+            else:
+                return
 
     def _moves(self, settings: IoSettings, workload: Workload) -> dict[str, IoSettings]:
         """All changes of one setting, likely gains first; and block against depth at the same bytes in flight."""
@@ -261,7 +263,7 @@ class Search:
     def _record(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         trial = self.measure(workload, settings, seconds)
         self.trials.append(trial)
-        self._plan.take(seconds)
+        self._phases[0] = max(0.0, self._phases[0] - seconds)
         return trial
 
     # --- Choosing ---
@@ -283,25 +285,22 @@ class Search:
 
     def _run_finals(self) -> None:
         """Rounds over the finalists, forwards and backwards in turn, so that a drive that slows down affects all alike."""
-        entries = self._final_entries()
-        self._plan.know_finals(len(entries))
+        choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
+        usual = IoSettings(self.backends[0])
+        chosen = [choice.settings for choice in choices[: self.effort.finalists - 1]]
+        chosen += [prefer(choices, usual).settings] if choices else []
+        chosen += [usual for choice in choices if choice.settings == usual]
+        entries: dict[tuple[Workload, IoSettings], None] = {}
+        for workload in Workload:
+            entries |= dict.fromkeys((workload, _as_tried(workload, settings)) for settings in chosen)
+            for name in self.names:
+                ranked = self._ranked(name, workload)[: 2 if name in self.rivals else 1]
+                entries |= dict.fromkeys((workload, standing.settings) for standing in ranked)
+        self._phases = [len(entries) * self.effort.rounds * self.effort.round_seconds]
         for number in range(self.effort.rounds):
             for workload, settings in entries if number % 2 == 0 else reversed(entries):
                 trial = self._record(workload, settings, self.effort.round_seconds)
                 self._final[workload, settings].append(trial)
-
-    def _final_entries(self) -> list[tuple[Workload, IoSettings]]:
-        choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
-        chosen = [choice.settings for choice in choices[: self.effort.finalists - 1]]
-        chosen += [prefer(choices, IoSettings(self.backends[0])).settings] if choices else []
-        chosen += [choice.settings for choice in choices if choice.settings == IoSettings(self.backends[0])]
-        entries = []
-        for workload in Workload:
-            entries += [(workload, _as_tried(workload, settings)) for settings in chosen]
-            for name in self.names:
-                ranked = self._ranked(name, workload)[: 2 if name in self.rivals else 1]
-                entries += [(workload, standing.settings) for standing in ranked]
-        return list(dict.fromkeys(entries))
 
     def _ranked(self, name: str, workload: Workload) -> list[Standing]:
         """Standings of a backend or rival, fastest first: final ones, or those of short trials before there are any."""
@@ -342,32 +341,6 @@ def prefer(choices: Sequence[Choice], usual: IoSettings) -> Choice:
     lean = min(choice.cpu_seconds_per_gib for choice in good)
     good = [choice for choice in good if choice.cpu_seconds_per_gib <= _AS_LEAN * lean]
     return min(good, key=lambda choice: (choice.settings != usual, *_cost(choice.settings), -choice.step_bytes_per_s))
-
-
-class _Plan:
-    """Upper bound of the seconds of trials still to come."""
-
-    def __init__(self, effort: Effort, backends: int, rivals: int) -> None:
-        self._effort = effort
-        trials = len(effort.grid_blocks) * len(effort.grid_depths) + effort.steps
-        exploring = [trials * effort.trial_seconds] * (len(Workload) * (backends + rivals))
-        joining = len(Workload) * (backends * (effort.candidates + 1) * 2 + 1)
-        self._phases = [*exploring, joining * effort.trial_seconds, 0.0]
-        self.know_finals(len(Workload) * (effort.finalists + backends + 2 * rivals))
-
-    @property
-    def total(self) -> float:
-        return sum(self._phases)
-
-    def take(self, seconds: float) -> None:
-        self._phases[0] = max(0.0, self._phases[0] - seconds)
-
-    def end_phase(self) -> None:
-        """A backend and workload is explored, or the candidates have joined, whatever that did not need."""
-        del self._phases[0]
-
-    def know_finals(self, entries: int) -> None:
-        self._phases[-1] = entries * self._effort.rounds * self._effort.round_seconds
 
 
 def _as_tried(workload: Workload, settings: IoSettings) -> IoSettings:
