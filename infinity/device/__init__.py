@@ -1,8 +1,8 @@
 """The device that computes: copies to it ahead of use, and back."""
 
-from infinity.device.arithmetic import cpu_multiplies_fast_in, why_slow
 from infinity.device.buffers import HostBuffer, HostBuffers
-from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
+from infinity.device.reused_memory import ReusedMemory
+from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy, cpu_multiplies_fast_in, why_slow
 from infinity.device.streams import StreamDevice, device_for
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "HostBuffer",
     "HostBuffers",
     "InFlightCopy",
+    "ReusedMemory",
     "StreamDevice",
     "cpu_multiplies_fast_in",
     "device_for",

@@ -12,6 +12,25 @@ import torch
 
 from infinity.aio import PinnedSlab
 
+_SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+def cpu_multiplies_fast_in(dtype: torch.dtype) -> bool:
+    """Whether matrices of this dtype are multiplied by vector instructions. True where torch doesn't say."""
+    supported = getattr(torch.ops.mkldnn, _SUPPORT.get(dtype, ""), None)
+    return supported is None or bool(supported())
+
+
+def why_slow(dtype: torch.dtype) -> str | None:
+    """What to know of a CPU that is to compute in this dtype; None where it does so fast."""
+    if cpu_multiplies_fast_in(dtype):
+        return None
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return (
+        f"{name} is slow on this CPU, which has no vector instructions to multiply in it: a backward may take 30 times as long "
+        "as in fp32"
+    )
+
 
 class CopyEvent(Protocol):
     """Tells when a copy is done with its bytes in host memory."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from infinity.aio import PinnedSlab
 from infinity.device.cuda import CudaRuntime
 from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 
@@ -64,9 +65,14 @@ class StreamDevice:
     def __init__(self, runtime: CudaRuntime) -> None:
         self.torch_device = runtime.torch_device
         self._runtime = runtime
-        self.register, self.unregister = runtime.pin, runtime.unpin
+        self.register = runtime.pin
         self._h2d = runtime.new_stream()
         self._d2h = runtime.new_stream()
+
+    def unregister(self, slab: PinnedSlab) -> None:
+        for stream in (self._h2d, self._d2h):  # an exception may have come between the start of a copy and its event
+            StreamCopyEvent(stream.record_event()).wait()
+        self._runtime.unpin(slab)
 
     @property
     def numa_node(self) -> int | None:

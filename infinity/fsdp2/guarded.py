@@ -33,8 +33,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from infinity.device import ReusedMemory
 from infinity.errors import InfinityError
-from infinity.fsdp2.gathered_memory import GatheredMemory
 from infinity.fsdp2.private import (
     FSDPParam,
     FSDPParamGroup,
@@ -59,7 +59,7 @@ def guard(model: nn.Module) -> None:
     assert isinstance(model, FSDPModule)
     states = list(dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)))
     keeps_gathered = not any(parameter.requires_grad for parameter in model.parameters())
-    memory = GatheredMemory()
+    memory = ReusedMemory()
     with outside_inference_mode():
         for state in states:
             state.__class__ = GuardedState
@@ -141,7 +141,7 @@ class GuardedState(FSDPState):
 class GuardedGroup(FSDPParamGroup):
     """The parameters of one `fully_shard` call."""
 
-    def begin(self, state: FSDPState, memory: GatheredMemory, *, keeps_gathered: bool) -> None:
+    def begin(self, state: FSDPState, memory: ReusedMemory, *, keeps_gathered: bool) -> None:
         """Nothing of the group was ever gathered; FSDP2 looks at its parameters again. `memory`: for what a CPU gathers."""
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
         self.before_reduction: Callable[[], object] = bool
@@ -281,9 +281,9 @@ def _is_plain(grad: torch.Tensor) -> bool:
 
 
 class GuardedParameter(FSDPParam):
-    """One of them: see gathered_memory.py."""
+    """One of them: see infinity/device/reused_memory.py."""
 
-    def begin(self, memory: GatheredMemory) -> None:
+    def begin(self, memory: ReusedMemory) -> None:
         """Nothing of it was ever gathered."""
         self._memory = memory
         self.all_gather_outputs = []

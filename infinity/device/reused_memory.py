@@ -1,17 +1,21 @@
-"""The memory of gathered parameters on a CPU: mapped once, and moved to what is gathered. Training thread only.
+"""Memory of a CPU that is mapped once: for gathered parameters, and for gradients that wait for their update. Used by the
+training thread, and by autograd's on its behalf.
 
 [Note: Addresses stay, pages move]
 Autograd saves views of a gathered parameter in the forward, and reads through them what the backward gathers. So the address of
 a parameter never changes. FSDP2 allocates memory at each gather and frees it after it; the kernel then clears each page again,
 which takes longer than the copy of the elements. Here each parameter has a range of addresses for good, and pages only while
-it is gathered: mremap moves them there from the ranges of parameters that were freed, the longest ago first. It clears nothing,
-and the pages may be huge. As many pages are mapped as were ever needed at once, in any order of the parameters.
+it is gathered: mremap moves them there from the ranges of tensors that were freed, the longest ago first. It clears nothing,
+and the pages may be huge. As many pages are mapped as were ever needed at once, in any order of the tensors.
+
+Gradients that wait are lent memory here, too. They need most when a backward ends and little else is gathered, so both share
+pages.
 
 What was mapped together may lie in several mappings later, and before Linux 6.17 one call moves pages of one mapping. So units
 of 2 MiB move one at a time if the kernel refuses to move all at once. Where ranges can't be had (no mremap, a limit of address
 space, too many parameters), tensors are torch's own.
 
-A freed range is protected: to read a parameter after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
+A freed range is protected: to read a tensor after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import resource
+import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,8 +38,8 @@ _UNIT = 2 << 20
 _NBYTES_MIN = 1 << 20
 """Smaller tensors stay with torch: a range is a multiple of 2 MiB."""
 
-_RANGES_MAX = 8000
-"""A process may have 65 530 mappings by default."""
+_MAPPINGS_MAX = 50_000
+"""A process may have 65 530 by default. A range has one for each of its units at the most, and two around it."""
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP = 1 | 2 | 4
@@ -59,8 +65,8 @@ class _Range:
     """Whether some of it may not be written to. Set before and reset after: `fill` mends what an exception ends in between."""
 
 
-class GatheredMemory:
-    """Of one model."""
+class ReusedMemory:
+    """Of one model. `lend`, or `fill` and `free` of what `tensor` made."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
@@ -68,6 +74,11 @@ class GatheredMemory:
         self._free: dict[_Range, None] = {}
         """Those that were freed and still have pages, the longest ago first."""
         self._can_move = _can_move()
+        self._mappings = 0
+        self._idle: dict[tuple[int, torch.dtype], dict[int, torch.Tensor]] = {}
+        """Tensors to lend, by elements and dtype, and by address."""
+        self._returned: deque[torch.Tensor] = deque()
+        """What was lent and is dropped: the garbage collector may note that at any point, so no more is done there."""
 
     @property
     def nbytes(self) -> int:
@@ -77,21 +88,51 @@ class GatheredMemory:
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor (1-D, on the CPU) without memory until `fill`; torch's own where it is small or has no range."""
         nbytes = numel * dtype.itemsize
-        if nbytes < _NBYTES_MIN or not self._can_move or len(self._ranges) >= _RANGES_MAX:
-            return torch.empty(numel, dtype=dtype)
         units = -(-nbytes // _UNIT)
+        if nbytes < _NBYTES_MIN or not self._can_move or self._mappings + units + 2 > _MAPPINGS_MAX:
+            return torch.empty(numel, dtype=dtype)
         try:
             reserved, tensor = _reserve(units, numel, dtype)
         except OSError:
             return torch.empty(numel, dtype=dtype)
         self._ranges[tensor.data_ptr()] = _Range(reserved, tensor.data_ptr(), units)
+        self._mappings += units + 2
         return tensor
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor (1-D) with memory, of any content, until the tensor itself is dropped, views of it or not.
+        Raises OSError where there is none."""
+        if self._returned:
+            self._take_back()
+        idle = self._idle.setdefault((numel, dtype), {})
+        tensor = (
+            idle.popitem()[1] if idle else self.tensor(numel, dtype)
+        )  # an exception from here on loses addresses alone
+        if tensor.data_ptr() not in self._ranges:
+            return tensor
+        lent = tensor.view(-1)
+        weakref.finalize(lent, self._returned.append, tensor).atexit = False
+        self.fill(tensor)
+        return lent
+
+    def release(self) -> None:
+        """Give back all memory that is in no use. What is gathered or lent stays."""
+        self._take_back()
+        for address in [address for idle in self._idle.values() for address in idle]:
+            self._free.pop(self._ranges.pop(address), None)
+        self._idle.clear()
+        for range_ in self._free:
+            _libc.madvise(_pointer(range_.address), _size(range_.units), mmap.MADV_DONTNEED)
+            range_.present.clear()
+        self._free.clear()
 
     def fill(self, tensor: torch.Tensor) -> None:
         """A tensor is to be written to: it has memory, of any content. Raises OSError where there is none."""
         range_ = self._ranges.get(tensor.data_ptr())
         if range_ is None:
             return
+        if self._returned:
+            self._take_back()
         self._free.pop(range_, None)
         unit = 0
         while unit < range_.units:
@@ -115,6 +156,13 @@ class GatheredMemory:
             _protect(range_, _PROT_NONE)
             self._free[range_] = None
         return True
+
+    def _take_back(self) -> None:
+        while self._returned:
+            tensor = self._returned[0]
+            self.free(tensor)
+            self._idle.setdefault((tensor.numel(), tensor.dtype), {})[tensor.data_ptr()] = tensor
+            self._returned.popleft()
 
     def _move_to(self, address: int, count: int) -> int:
         """Move pages of the range that was freed the longest ago to up to `count` units. Returns how many. If there are none,
@@ -175,7 +223,7 @@ def _protect(range_: _Range, protection: int) -> None:
 
 
 def _no_memory() -> OSError:
-    return OSError(ctypes.get_errno(), "no memory for gathered parameters")
+    return OSError(ctypes.get_errno(), "no memory for gathered parameters and gradients")
 
 
 def _pointer(address: int) -> ctypes.c_void_p:

@@ -1,11 +1,13 @@
-"""Memory of gathered parameters: elements stay while they are used, and no more is mapped than was used at once."""
+"""Memory that is mapped once: elements stay while they are used, and no more is mapped than was used at once."""
 
 from __future__ import annotations
 
+import gc
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import launch
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from infinity.fsdp2.gathered_memory import GatheredMemory
+from infinity.device.reused_memory import ReusedMemory
 from infinity.fsdp2.guarded import guard
 
 MIB = 1 << 20
@@ -31,7 +33,7 @@ NUMEL = 600 * 1000
 def test_elements_stay_while_they_are_used_and_no_more_is_mapped_than_at_once(
     sizes: list[int], events: list[int]
 ) -> None:
-    memory = GatheredMemory()
+    memory = ReusedMemory()
     tensors = [memory.tensor(size, torch.uint8) for size in sizes]
     used: dict[int, int] = {}
     most = 0
@@ -49,8 +51,68 @@ def test_elements_stay_while_they_are_used_and_no_more_is_mapped_than_at_once(
     assert memory.nbytes == most
 
 
+@given(
+    sizes=st.lists(st.integers(MIB, 7 * MIB), min_size=1, max_size=4),
+    events=st.lists(st.integers(0, 7), max_size=40),
+)
+def test_what_is_lent_shares_pages_with_what_is_gathered(sizes: list[int], events: list[int]) -> None:
+    memory = ReusedMemory()
+    gathered = [memory.tensor(size, torch.uint8) for size in sizes]
+    lent: dict[int, torch.Tensor] = {}
+    used: dict[int, int] = {}
+    most = 0
+    for number, event in enumerate(events):
+        which = event % len(sizes)
+        key = which + len(sizes) * (event % 2)
+        if key in used:
+            tensor = lent.pop(key) if event % 2 else gathered[which]
+            assert bool((tensor[::4096] == used.pop(key)).all())
+            if not event % 2:
+                memory.free(tensor)
+            del tensor
+        else:
+            if event % 2:
+                lent[key] = memory.lend(sizes[which], torch.uint8)
+            else:
+                memory.fill(gathered[which])
+            (lent[key] if event % 2 else gathered[which])[::4096] = used[key] = number
+        most = max(most, sum(-(-sizes[one % len(sizes)] // (2 * MIB)) for one in used) * 2 * MIB)
+    for key, number in used.items():
+        assert bool(((lent[key] if key in lent else gathered[key])[::4096] == number).all())
+    assert memory.nbytes == most
+
+
+def test_memory_is_never_lent_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if an exception comes while it is lent, and is kept with all that it holds."""
+    memory = ReusedMemory()
+    memory.lend(NUMEL, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "fill", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) as raised:
+            memory.lend(NUMEL, torch.float32)
+    lent = memory.lend(NUMEL, torch.float32).fill_(7)
+    del raised
+    gc.collect()
+    assert bool((memory.lend(NUMEL, torch.float32).fill_(3) == 3).all()) and bool((lent == 7).all())
+
+
+def test_what_is_in_no_use_is_given_back() -> None:
+    memory = ReusedMemory()
+    gathered, lent = memory.tensor(NUMEL, torch.float32), memory.lend(NUMEL, torch.float32)
+    memory.fill(gathered)
+    memory.free(gathered)
+    memory.lend(2 * NUMEL, torch.float32)
+    memory.release()
+    assert memory.nbytes == 4 * MIB and lent.numel() == NUMEL
+    del lent
+    memory.release()
+    assert memory.nbytes == 0
+    memory.fill(gathered)
+    assert bool((gathered.fill_(1) == 1).all())
+
+
 def test_small_tensors_are_torchs_own() -> None:
-    memory = GatheredMemory()
+    memory = ReusedMemory()
     tensor = memory.tensor(100, torch.float32)
     memory.fill(tensor)
     assert not memory.free(tensor) and memory.nbytes == 0
@@ -59,8 +121,8 @@ def test_small_tensors_are_torchs_own() -> None:
 def test_what_is_read_after_it_was_freed_ends_the_process() -> None:
     code = """
 import torch
-from infinity.fsdp2.gathered_memory import GatheredMemory
-memory = GatheredMemory()
+from infinity.device.reused_memory import ReusedMemory
+memory = ReusedMemory()
 tensor = memory.tensor(1 << 20, torch.float32)
 memory.fill(tensor)
 tensor.fill_(1)
@@ -77,16 +139,16 @@ import sys
 
 import torch
 
-from infinity.fsdp2 import gathered_memory
+from infinity.device import reused_memory
 
-memory = gathered_memory.GatheredMemory()
+memory = reused_memory.ReusedMemory()
 tensors = [memory.tensor(mib << 20, torch.uint8) for mib in (1, 5, 3, 8)]
 left = 0
 
 
 def trace(frame, event, argument):
     global left
-    if frame.f_code.co_filename != gathered_memory.__file__:
+    if frame.f_code.co_filename != reused_memory.__file__:
         return None
     if event == "line":
         left -= 1
@@ -135,7 +197,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.fsdp2.gathered_memory import GatheredMemory
+from infinity.device.reused_memory import ReusedMemory
 
 
 def huge_bytes():
@@ -149,7 +211,7 @@ with mmap.mmap(-1, 48 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as ask
     asked[::4096] = bytes(len(asked) // 4096)
     if huge_bytes() - before < len(asked) // 2:
         sys.exit("none")
-memory = GatheredMemory()
+memory = ReusedMemory()
 before = huge_bytes()
 for value in (1, 2):
     tensor = memory.tensor(47 << 20, torch.uint8)
@@ -196,7 +258,7 @@ def test_a_model_trains_as_ever_and_maps_nothing_anew() -> None:
     for layer in sharded:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    guard(sharded)
+    guard(sharded, ReusedMemory())
     gathered = sharded[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]._memory
     assert train(sharded) == train(memory)
     mapped, before = gathered.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
