@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/integrations/trainer_llama.py --nvme-path /local_nvme
 
-`--plain` is the same with transformers' own Trainer, all in memory: the losses are the same numbers (in fp32).
+`--plain` is the same with transformers' own Trainer, all in memory: the losses are the same numbers (in fp32). With `--split`
+the micro-batches of a step pass through each layer together, which reads it twice a step instead of twice a micro-batch.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--nvme-path", type=Path, default=Path(".nvme"))
     parser.add_argument("--output", type=Path, default=Path("trainer-output"))
     parser.add_argument("--plain", action="store_true", help="transformers' own Trainer")
+    parser.add_argument("--split", action="store_true", help='"infinity": {"micro_batches": "auto"}')
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--accumulate", type=int, default=2)
@@ -109,7 +111,8 @@ def main() -> None:
         trainer = Trainer(model=make_model(), args=TrainingArguments(**settings), **data)
     else:
         options.nvme_path.mkdir(parents=True, exist_ok=True)
-        arguments = InfinityTrainingArguments(deepspeed=config_for(options.nvme_path), **settings)
+        config = config_for(options.nvme_path) | {"infinity": {"micro_batches": "auto" if options.split else 1}}
+        arguments = InfinityTrainingArguments(deepspeed=config, **settings)
         trainer = InfinityTrainer(model=make_model(), args=arguments, **data)
     if options.evaluate_first:
         trainer.evaluate()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, greenlet
 from torch.nn.utils import parametrize
 from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -66,7 +66,7 @@ class RandomState:
 
 
 class Coroutine:
-    """Runs `function` until it pauses, and goes on from there, in a copy of the caller's context variables.
+    """Runs `function` until it pauses, and continues from there, in a copy of the caller's context variables.
 
     random: what the generators give it.
     """
@@ -76,7 +76,7 @@ class Coroutine:
         self._greenlet.gr_context = self.context = contextvars.copy_context()
         self._function = function
         self.random = random
-        """What the generators give it when it goes on."""
+        """What the generators give it when it continues."""
         self._surroundings, self._hooks_outside = _surroundings(), _count_hooks()
         self.waits_for: Any = None
         """What it was about to do when it paused."""
@@ -87,20 +87,13 @@ class Coroutine:
     def is_done(self) -> bool:
         return bool(self._greenlet.dead)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the caller runs in it."""
-        return getcurrent() is self._greenlet
-
     def go_on(self) -> None:
         """Run it until it pauses or is done. Raises what it raises."""
-        before = RandomState.now()
-        self.random.set()
-        try:
-            self._greenlet.switch()
-        finally:
-            self.random = RandomState.now()
-            before.set()
+        with self.random.within():
+            try:
+                self._greenlet.switch()
+            finally:
+                self.random = RandomState.now()
 
     def pause(self, waits_for: Any) -> None:
         """In it: let the caller of `go_on` go on. Raises CannotPause: see [Note: What a pause leaves behind]."""
@@ -169,6 +162,16 @@ def settings_restored() -> Iterator[None]:
             if get() != before[name]:
                 put(before[name])
         raise
+
+
+@contextlib.contextmanager
+def without_saving() -> Iterator[None]:
+    """Around what saves tensors without the hooks on them that are in effect."""
+    hooks = _take_hooks(leave=0)
+    try:
+        yield
+    finally:
+        _put_on(hooks)
 
 
 def _take_hooks(*, leave: int) -> list[tuple[Any, Any]]:

@@ -76,11 +76,16 @@ class KeptState:
         return next((f"{words} is changed by a forward" for entry in some if (words := entry.changed())), None)
 
     def differs(self, contexts: Iterable[contextvars.Context]) -> str | None:
-        """As `changed`, of everything, also where writes leave no trace; `contexts` began as copies of the caller's."""
+        """As `changed`, of everything, also where writes leave no trace, and of contexts."""
+        everywhere = (f"{words} is changed by a forward" for entry in self._all if (words := entry.differs()))
+        return self.changed_in(contexts) or next(everywhere, None)
+
+    def changed_in(self, contexts: Iterable[contextvars.Context]) -> str | None:
+        """As `changed`, of `contexts`, which began as copies of the caller's."""
         for variable, value in (item for context in contexts for item in context.items()):
             if variable not in self._context or self._context[variable] is not value:
                 return f"context variable {variable.name} is changed by a forward"
-        return next((f"{words} is changed by a forward" for entry in self._all if (words := entry.differs())), None)
+        return None
 
     def restore(self) -> None:
         """Set all of it back. Raises InfinityError where a tensor was changed that is too large for a copy."""
@@ -107,7 +112,8 @@ class KeptState:
         entries = self._by_id.get(id(cls))
         if entries is None:
             entries = self._by_id[id(cls)] = []
-            entries.append(_ClassFields(f"{cls.__name__}.{{}}", cls))
+            fields = cast("dict[str, Any]", vars(cls))
+            entries.append(_Fields(f"{cls.__name__}.{{}}", fields, partial(setattr, cls), partial(delattr, cls)))
             for key, value in vars(cls).items():
                 if not key.startswith("__") or key == "__call__":
                     entries += self._in_value(f"{cls.__name__}.{key}", value, 1)
@@ -147,12 +153,10 @@ class KeptState:
         elif isinstance(value, tuple(_ACCESS)):
             get, put = next(access for kind, access in _ACCESS.items() if isinstance(value, kind))
             entries.append(_Variable(words, partial(get, value), partial(put, value)))
+            inner = value if isinstance(value, (list, collections.deque)) else ()
         elif isinstance(value, dict):
             entries.append(_Fields(words, value))
             inner = value.values()
-        elif isinstance(value, (list, collections.deque)):
-            entries.append(_Items(words, value))
-            inner = value
         elif isinstance(value, tuple):
             inner = value
         elif isinstance(value, partial):
@@ -203,11 +207,19 @@ class _Variable(_Entry):
 
 
 class _Fields(_Entry):
-    """Of a dict, or attributes of an object; those of `_TORCHS_OWN` are left out. `{}` in `words` is the name of one."""
+    """Of a dict, or attributes of an object; those of `_TORCHS_OWN` are left out. `{}` in `words` is the name of one. `put` and
+    `remove` set and delete a field; None if the dict itself does."""
 
-    def __init__(self, words: str, fields: dict[Any, Any]) -> None:
+    def __init__(
+        self,
+        words: str,
+        fields: dict[Any, Any],
+        put: Callable[[Any, Any], object] | None = None,
+        remove: Callable[[Any], object] | None = None,
+    ) -> None:
         super().__init__(words)
         self._fields, self._before = fields, dict(fields)
+        self._put, self._remove = put or fields.__setitem__, remove or fields.__delitem__
 
     def _changed(self) -> Iterator[Any]:
         now, before = self._fields, self._before
@@ -228,37 +240,9 @@ class _Fields(_Entry):
     def restore(self) -> None:
         for key in [*self._changed()]:
             if key in self._before:
-                self._fields[key] = self._before[key]
+                self._put(key, self._before[key])
             else:
-                del self._fields[key]
-
-
-class _ClassFields(_Fields):
-    def __init__(self, words: str, cls: type) -> None:
-        super().__init__(words, cast("dict[str, Any]", vars(cls)))
-        self._cls = cls
-
-    def restore(self) -> None:
-        for key in [*self._changed()]:
-            if key in self._before:
-                setattr(self._cls, key, self._before[key])
-            else:
-                delattr(self._cls, key)
-
-
-class _Items(_Entry):
-    def __init__(self, words: str, items: list[Any] | collections.deque[Any]) -> None:
-        super().__init__(words)
-        self._items, self._before = items, [*items]
-
-    def changed(self) -> str | None:
-        same = len(self._items) == len(self._before) and all(map(_is_same, self._items, self._before))
-        return None if same else self._words
-
-    def restore(self) -> None:
-        if self.changed():
-            self._items.clear()
-            self._items.extend(self._before)
+                self._remove(key)
 
 
 class _Tensor(_Entry):
@@ -320,9 +304,12 @@ def _pickled(get: Callable[..., Any], put: Callable[..., Any]) -> tuple[Callable
     )
 
 
-def _set_elements(of: set[Any], elements: frozenset[Any]) -> None:
+def _set_elements(of: set[Any] | list[Any] | collections.deque[Any], elements: Iterable[Any]) -> None:
     of.clear()
-    of.update(elements)
+    if isinstance(of, set):
+        of.update(elements)
+    else:
+        of.extend(elements)
 
 
 _ACCESS: dict[type, tuple[Callable[..., Any], Callable[..., object]]] = {
@@ -336,5 +323,7 @@ _ACCESS: dict[type, tuple[Callable[..., Any], Callable[..., object]]] = {
         lambda of, state: of.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
     ),
     set: (frozenset, _set_elements),
+    list: (tuple, _set_elements),
+    collections.deque: (tuple, _set_elements),
 }
 """How what has a state of its own is read, as something that can be compared, and set."""

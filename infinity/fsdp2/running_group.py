@@ -5,9 +5,10 @@ Looks past FSDP2's public interface, as sharding.py does. Used by the training t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -27,8 +28,6 @@ from infinity.optim.kernel import accumulate
 class RunningGroup:
     """The group of a module that more than one micro-batch is in at a time: what each of them sees of it, and its gradients.
 
-    sums: memory for gradients that are summed here; None where each is reduced by itself.
-
     [Note: A leaf for each micro-batch]
     In one backward autograd sums what all uses of a leaf give, in the dtype of compute, before FSDP2 sees any of it. Gradients
     of several micro-batches are to be summed in fp32. So each micro-batch computes with leaves of its own, over the memory of
@@ -41,14 +40,17 @@ class RunningGroup:
     at once, as it looks for it when the backward ends.
     """
 
-    def __init__(self, module: FSDPModule, sums: ReusedBuffers | None) -> None:
+    def __init__(self, module: FSDPModule) -> None:
         self.module = module
         self.is_held = False
-        self._groups = param_groups_of(module._get_fsdp_state())
+        self._groups = param_groups_of(module)
         self._leaves: dict[tuple[Any, int], nn.Parameter] = {}
-        self._buffers = sums
+        self._buffers: ReusedBuffers | None = None
+        """Memory for gradients that are summed here; None where each is reduced by itself."""
         self._sums: dict[Any, torch.Tensor] = {}
         """By parameter (FSDP2's), 1-D, fp32."""
+        self._awaited: set[torch.Tensor] = set()
+        """Leaves of which the gradient that comes next is a part, and the rest follows."""
         self.is_running = False
         """Whether a forward of all micro-batches, or its backward, is going on."""
         self._watched: set[Any] = set()
@@ -58,10 +60,20 @@ class RunningGroup:
     def is_resharded_after_forward(self) -> bool:
         return all(group._reshard_after_forward for group in self._groups)
 
-    def clear(self, *, is_running: bool) -> None:
-        """What is left of gradients is void."""
-        self.is_running = is_running
+    @property
+    def is_gathered(self) -> bool:
+        return all(group.is_unsharded for group in self._groups)
+
+    @property
+    def sharded(self) -> list[nn.Parameter]:
+        """Its parameters, as they are when it isn't gathered."""
+        return [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
+
+    def clear(self, *, is_running: bool, sums: ReusedBuffers | None = None) -> None:
+        """What is left of gradients is void. `sums`: memory for those that are summed here, if they are."""
+        self.is_running, self._buffers = is_running, sums
         self._sums.clear()
+        self._awaited.clear()
         for leaf in self._leaves.values():
             leaf.grad = None
 
@@ -78,10 +90,41 @@ class RunningGroup:
     def suspend(self) -> None:
         """A micro-batch pauses within it: the next one enters as if none was there."""
         self.leave()
+        self.become_idle()
+
+    def become_idle(self) -> None:
+        """A micro-batch has left it, or gone back through it, and others follow."""
         self._set_state(TrainingState.IDLE)
 
+    def cast_output(self, output: Any) -> Any:
+        """What its module returns, in the dtype of a policy of the user's."""
+        return self.module._get_fsdp_state()._cast_output_dtype(output)
+
+    @contextlib.contextmanager
+    def forward_again(self) -> Iterator[None]:
+        """The root's: around a forward of the groups below it, which FSDP2 takes for a part of the root's."""
+        shared = self.module._get_fsdp_state()._state_ctx
+        before, shared.iter_forward_root = shared.iter_forward_root, self.module._get_fsdp_state()
+        yield
+        shared.iter_forward_root = before
+
+    @contextlib.contextmanager
+    def part_of_backward(self) -> Iterator[None]:
+        """The root's: around a backward of which another one is the rest. Before it is over, nothing ends with it."""
+        shared = self.module._get_fsdp_state()._state_ctx
+        shared.post_backward_final_callback_queued = True
+        yield
+        shared.post_backward_final_callback_queued = False
+
+    def await_rest(self, leaves: Collection[torch.Tensor]) -> bool:
+        """Those of `leaves` that are its own get a gradient in two parts, and autograd sums them. Returns False where a hook of
+        the user's would see the parts."""
+        ours = {leaf: parameter for (parameter, _), leaf in self._leaves.items() if leaf in leaves}
+        self._awaited |= ours.keys()
+        return not any(parameter.sharded_param._backward_hooks for parameter in ours.values())
+
     def resume(self, micro_batch: int) -> None:
-        """A micro-batch that paused within it goes on."""
+        """A micro-batch that paused within it continues."""
         self._set_state(TrainingState.FORWARD)
         self.enter(micro_batch)
 
@@ -124,10 +167,18 @@ class RunningGroup:
 
     def take(self, parameter: Any, leaf: torch.Tensor) -> None:
         """A gradient of a micro-batch has come for a parameter (FSDP2's)."""
-        if self._buffers is None:
-            self._give_to_fsdp(parameter, leaf)
-        else:
+        if leaf in self._awaited:
+            self._awaited.remove(leaf)
+            return
+        if self._buffers is not None:
             self._add(parameter, leaf)
+            return
+        unsharded = parameter._unsharded_param
+        if unsharded.grad is not None:
+            self._reduce()
+        assert leaf.grad is not None
+        # After a reduction it takes no other dtype than that in which FSDP2 sums, from torch 2.15 on.
+        unsharded.grad, leaf.grad = leaf.grad.to(unsharded.grad_dtype or leaf.grad.dtype), None
 
     def take_past_leaves(self, parameter: Any, unsharded: torch.Tensor) -> None:
         """One has come for the gathered parameter itself, as of a reentrant checkpoint within the group."""
@@ -142,33 +193,22 @@ class RunningGroup:
             return  # autograd has added it to the sum, which is there
         self._add(parameter, unsharded)
 
-    def _give_to_fsdp(self, parameter: Any, leaf: torch.Tensor) -> None:
-        unsharded = parameter._unsharded_param
-        if unsharded.grad is not None:
-            self._reduce()
-        assert leaf.grad is not None
-        # After a reduction it takes no other dtype than that in which FSDP2 sums, from torch 2.15 on.
-        unsharded.grad, leaf.grad = leaf.grad.to(unsharded.grad_dtype or leaf.grad.dtype), None
-
     def _add(self, parameter: Any, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None and self._buffers is not None
         grad, leaf.grad = leaf.grad.view(-1), None
         total = self._sums.get(parameter)
-        if total is not None:
-            if total.is_cpu:
-                accumulate(total, grad)
+        if total is None:
+            if grad.is_cpu:
+                total = self._buffers.lend(grad.numel(), torch.float32).copy_(grad)
             else:
-                total += grad
-            return
-        total = self._sums[parameter] = self._as_sum(grad)
-        if not self.is_held:
-            _set_unreduced(parameter, total)
-
-    def _as_sum(self, grad: torch.Tensor) -> torch.Tensor:
-        if not grad.is_cpu:
-            return grad.to(torch.float32, copy=True)
-        assert self._buffers is not None
-        return self._buffers.lend(grad.numel(), torch.float32).copy_(grad)
+                total = grad.to(torch.float32, copy=True)
+            self._sums[parameter] = total
+            if not self.is_held:
+                _set_unreduced(parameter, total)
+        elif total.is_cpu:
+            accumulate(total, grad)
+        else:
+            total += grad
 
     def _reduce(self) -> None:
         """Reduce what is there, in the middle of a backward: the group stays gathered."""
@@ -228,6 +268,6 @@ def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
 def may_sum_unreduced(model: nn.Module) -> bool:
     """Whether gradients can be summed in fp32 before they are reduced, with the same numbers: over one rank, where a reduction
     rounds nothing."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    alone = all(group.mesh_info.mesh.size() == 1 for state in states for group in param_groups_of(state))
-    return alone and all(state._mp_policy.reduce_dtype in (None, torch.float32) for state in states)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    alone = all(group.mesh_info.mesh.size() == 1 for module in modules for group in param_groups_of(module))
+    return alone and {module._get_fsdp_state()._mp_policy.reduce_dtype for module in modules} <= {None, torch.float32}

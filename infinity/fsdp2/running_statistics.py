@@ -2,7 +2,7 @@
 
 [Note: Statistics in fp32]
 FSDP2 casts parameters and inputs to the dtype of compute, and no buffers. torch's kernels of batch and instance norm take
-weights and statistics of one dtype, beside an input of another. Statistics in 16 bits would hardly follow: most of what a batch
+weights and statistics of one dtype, and an input of another. Statistics in 16 bits would hardly follow: most of what a batch
 adds to them is less than they are rounded by. So they stay fp32, as under autocast. Their module finds its gathered parameters
 in fp32, too, and returns what it makes in the dtype of its input, also where it has no parameters, as a frozen BatchNorm.
 """
@@ -17,22 +17,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.scalars import showing
 
 
 def keep_statistics_in_fp32(model: nn.Module) -> None:
     """Have each module with a running mean compute with it in fp32. See the note of this file."""
     for module in model.modules():
         if module._buffers.get("running_mean") is not None and not isinstance(module, torch.jit.ScriptModule):
-            module.__class__ = _computing_in_fp32(type(module), [*module._parameters])
+            kind = type(module)
+            module.__class__ = showing(kind, module._parameters, lambda p: p.float(), {"forward": _forward_of(kind)})
 
 
 @contextlib.contextmanager
 def mixtures_explained(model: nn.Module) -> Iterator[None]:
-    """Around a forward in 16 bits: an operation that takes no fp32 beside them names the buffers that may have brought it."""
+    """Around a forward in 16 bits: the error of an operation that mixes fp32 with them names the buffers it may come from."""
     try:
         yield
     except RuntimeError as error:
@@ -57,20 +58,12 @@ def mixtures_explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _computing_in_fp32(kind: type[nn.Module], parameters: list[str]) -> type[nn.Module]:
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a class of modules, with its output in the dtype of the input."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         made = kind.forward(self, *args, **kwargs)
         given = next(x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         return made.to(given) if isinstance(made, torch.Tensor) and given.is_floating_point else made
 
-    shown: dict[str, Any] = {name: property(_as_fp32(name)) for name in parameters}
-    shown |= {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), shown)
-
-
-def _as_fp32(name: str) -> Callable[[nn.Module], torch.Tensor | None]:
-    def view(module: nn.Module) -> torch.Tensor | None:
-        p = module._parameters[name]
-        return p if p is None or isinstance(p, DTensor) else p.float()
-
-    return view
+    return forward

@@ -11,7 +11,7 @@ files of weights, which are read and written in the shape that other programs ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ def hold_as_rows(model: nn.Module) -> None:
                 rows[p] = nn.Parameter(p.detach().reshape(1), requires_grad=p.requires_grad)
             module._parameters[name] = rows[p]
         if scalars:
-            module.__class__ = _showing_scalars(type(module), scalars)
+            marked = {_MARK: frozenset(scalars)}
+            module.__class__ = showing(type(module), scalars, lambda p: p.reshape(()), marked)
 
 
 def scalar_names(model: nn.Module) -> frozenset[str]:
@@ -46,15 +47,20 @@ def scalar_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for p, names in parameter_names(model).items() if p in rows for name in names)
 
 
-def _showing_scalars(kind: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:
-    shown: dict[str, Any] = {name: property(_view_of(name)) for name in names}
-    shown |= {_MARK: frozenset(names), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), shown)
+def showing(
+    kind: type[nn.Module],
+    names: Iterable[str],
+    form: Callable[[torch.Tensor], torch.Tensor],
+    attributes: dict[str, Any],
+) -> type[nn.Module]:
+    """A subclass of a module's class with these `attributes`, which shows the gathered parameters `names` in another form."""
 
+    def shown(name: str) -> property:
+        def view(module: nn.Module) -> torch.Tensor | None:
+            p = module._parameters[name]
+            return p if p is None or isinstance(p, DTensor) else form(p)
 
-def _view_of(name: str) -> Any:
-    def view(module: nn.Module) -> torch.Tensor | None:
-        p = module._parameters[name]
-        return p if p is None or isinstance(p, DTensor) else p.reshape(())
+        return property(view)
 
-    return view
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {name: shown(name) for name in names} | attributes | named)

@@ -320,7 +320,7 @@ def is_in_forward(module: nn.Module | FSDPModule) -> bool:
 def forget_gathered(module: FSDPModule) -> None:
     """The parameters that were ever gathered of a group have no memory any more, where it was somebody else's. Frees them."""
     module.reshard()
-    for group in param_groups_of(module._get_fsdp_state()):
+    for group in param_groups_of(module):
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
@@ -329,20 +329,20 @@ def forget_gathered(module: FSDPModule) -> None:
 
 def ask_for_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:
     """Have `take` called with the gradients of a group which FSDP2 would only copy."""
-    groups = param_groups_of(module._get_fsdp_state())
+    groups = param_groups_of(module)
     if len(groups) == 1:
         groups[0].take_unreduced = take
 
 
 def forget_when_written(module: FSDPModule, forget: Callable[[], object]) -> None:
     """Have `forget` called when a gathered parameter of a group was found to be written to."""
-    for group in param_groups_of(module._get_fsdp_state()):
+    for group in param_groups_of(module):
         group.after_write = forget
 
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
     """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
-    for group in param_groups_of(module._get_fsdp_state()):
+    for group in param_groups_of(module):
         if type(group._all_gather_comm) is DefaultAllGather:
             group._all_gather_comm = gather
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
@@ -367,21 +367,19 @@ def _apply_unless_it_converts(
 def _gathers(module: FSDPModule, root: bool) -> int:
     """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
     state = module._get_fsdp_state()
-    stays = all(group.post_forward_mesh_info is None for group in param_groups_of(state))
+    stays = all(group.post_forward_mesh_info is None for group in param_groups_of(module))
     root_stays = root and getattr(state, "_auto_reshard_after_forward", True)  # always in older torch
     return 1 if stays or root_stays else 2
 
 
 def reshards_to_fewer_ranks(module: FSDPModule) -> bool:
     """Whether it keeps a second sharding from forward to backward."""
-    return any(
-        group.post_forward_mesh_info not in (None, group.mesh_info)
-        for group in param_groups_of(module._get_fsdp_state())
-    )
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in param_groups_of(module))
 
 
-def param_groups_of(state: Any) -> list[Any]:
-    return [group for group in state._fsdp_param_groups if group is not None]
+def param_groups_of(module: FSDPModule) -> list[Any]:
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    return [group for group in groups if group is not None]
 
 
 def _checked(name: str, parameter: nn.Parameter) -> DTensor:

@@ -13,6 +13,15 @@ State that a forward leaves behind would be mixed up, so each pass looks for it:
 through and outside of all, before the first group and at the end everywhere. If it finds some, that state is set back, and the
 step is a loop over its micro-batches (see kept_state.py). That may be a cache that the first forward fills, so the next step
 tries once more before the schedule is given up.
+
+[Note: The last turn goes back at once]
+In the turn of the last group each micro-batch, in ascending order, runs to its loss and back to the inputs of that group, and
+then the next one enters. So what the last group saves, the logits, and what the loss saves exist once. What waits are the
+gradients of those inputs (see cut.py); one backward from all of them follows, which begins with the loss of the last
+micro-batch. The root's forward ends with the first micro-batch, so hooks see one forward and one backward as before.
+
+The last group is that of the last pass, in the first pass the last one in module order. If that is wrong, the pass is run once
+more. If a loss is computed from more than what enters the last group, all forwards end before the backward.
 """
 
 from __future__ import annotations
@@ -23,17 +32,19 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
-from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState, settings_restored
+from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState, settings_restored, without_saving
+from infinity.fsdp2.cut import Cut, Joined, Remaining
 from infinity.fsdp2.experts import routed_experts
 from infinity.fsdp2.kept_state import KeptState, is_of_library
 from infinity.fsdp2.names import clean_name
@@ -43,10 +54,15 @@ from infinity.units import format_bytes
 
 
 class MicroBatch(NamedTuple):
-    """What the model is called with."""
+    """What the model is called with; or `around`, if given, with the model's forward before that, which it calls once."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    around: Callable[..., Any] | None = None
+
+    def on(self, forward: Callable[..., Any]) -> Callable[[], Any]:
+        """The call, of that forward."""
+        return partial(forward if self.around is None else partial(self.around, forward), *self.args, **self.kwargs)
 
 
 class Turn(NamedTuple):
@@ -64,23 +80,25 @@ def micro_batches_in(args: tuple[Any, ...]) -> int:
     return args[0].count if args and isinstance(args[0], _Pass) else 1
 
 
-def reductions_in(args: tuple[Any, ...]) -> int:
-    """How often the gradients of a parameter are reduced in the backward of that forward."""
-    return args[0].count if args and isinstance(args[0], _Pass) and args[0].reductions_apart else 1
+def gradients_in(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Of that forward: how many micro-batches' gradients are handed on as one sum, and of how many reductions that is."""
+    run = args[0] if args and isinstance(args[0], _Pass) else None
+    if run is None or not run.is_whole_step:
+        return 1, 1
+    return run.count, run.count if run.reductions_apart else 1
 
 
 class Vertical:
-    """Runs forwards of a sharded model in the vertical schedule. To be made after all others who hook the groups' forwards."""
+    """Runs forwards of a sharded model in the vertical schedule."""
 
     def __init__(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
-        self._model: nn.Module = model
+        self.model: nn.Module = model
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule) and name}
-        sums = ReusedBuffers(4 * sum(p.numel() for p in model.parameters())) if may_sum_unreduced(model) else None
-        self.reductions_apart = sums is None
-        """Whether the gradients of each micro-batch are reduced by themselves."""
-        self._root = RunningGroup(model, sums)
-        self.groups = {cast(nn.Module, module): RunningGroup(module, sums) for module in modules.values()}
+        may_sum = may_sum_unreduced(model)
+        self.sums = ReusedBuffers(4 * sum(p.numel() for p in model.parameters())) if may_sum else None
+        self.root = RunningGroup(model)
+        self.groups = {cast(nn.Module, module): RunningGroup(module) for module in modules.values()}
         """By module, without the root's."""
         self.why_not: str | None = _why_not(model, list(modules))
         """Why the micro-batches of this model can't take turns, where that is known for good."""
@@ -90,12 +108,17 @@ class Vertical:
         """Of the forward or backward that is going on, or that an exception ended."""
         self._has_fitted = False
         """Whether a forward of all micro-batches has come to its end."""
+        self.last: nn.Module | None = [*self.groups][-1] if self.groups else None
+        """The group that is called last: see [Note: The last turn goes back at once]."""
+        self.why_not_back: str | None = None
+        """Why no micro-batch goes back in the turn of that group, where that was found."""
+        self.once_more = False
+        """Whether the forward that could not be used may be, if it is run again."""
+        self.share_that_fits: float | None = None
+        """Of the micro-batches of the last forward, where memory was too little for all."""
+        self._remaining: Remaining | None = None
+        """Of the last joined loss, until it went back."""
         model.register_forward_pre_hook(self._begin, prepend=True)
-        if self.why_not is None:
-            for module in self.groups:
-                module.register_forward_pre_hook(self._come_to, prepend=True)
-                module.register_forward_pre_hook(self._enter, with_kwargs=True)
-                module.register_forward_hook(self._leave, prepend=True)
 
     def forward(
         self,
@@ -103,112 +126,231 @@ class Vertical:
         random: Sequence[RandomState],
         state: KeptState,
         *,
-        available_bytes: Callable[[], int | None] | None = None,
-    ) -> list[Turn] | None:
-        """Run the model for each micro-batch, with its random numbers. The losses follow, then `accepts`, one backward over all
-        of them, and `end`.
+        is_whole_step: bool = True,
+        goes_back: bool = True,
+        memory: Memory | None = None,
+    ) -> bool:
+        """Run the model for each micro-batch, with its random numbers. `losses` follow, `accepts` after the first, `backward`.
 
-        state: taken just before. available_bytes: the memory that may still be taken for what they save, where that is to be
-        looked at; None is unknown.
-        Returns None where they can't take turns, or wouldn't fit: `why_not_now` says why, and nothing was changed.
+        state: taken just before. is_whole_step: whether these are all micro-batches of a step; else their gradients are added
+        to those of other passes, one by one. goes_back: whether the last turn may go back at once; else all forwards end now.
+        memory: for what they save, where that is to be looked at.
+        Returns False where they can't take turns, or wouldn't fit: `why_not_now` says why, and nothing was changed.
         """
-        self._abandon()
+        self.abandon()
+        self.once_more, self.share_that_fits = False, None
         if self.why_not is not None:
-            return None
-        memory = _Memory(available_bytes) if available_bytes is not None and not self._has_fitted else None
-        self._pass = run = _Pass(self, self._model, self._root, random, state, memory)
-        self._model.forward = run.forward
+            return False
+        memory = memory if not self._has_fitted else None
+        last = self.last if goes_back and self.why_not_back is None and len(micro_batches) > 1 else None
+        self._pass = run = _Pass(self, random, state, memory, last, is_whole_step=is_whole_step)
+        self.model.forward = run.forward
         try:
-            with settings_restored(), _without_hooks(self._model) as hooked:
+            with settings_restored(), _without_hooks(self.model) as hooked:
                 run.why_not = "hooks of your own are on the model itself" if hooked else None
-                outputs: tuple[Any, ...] = self._model(run, micro_batches)
+                returned: tuple[Any, ...] = self.model(run, micro_batches)
+                run.outputs[: len(returned)] = returned
+        except _AnotherIsLast:
+            self.last = run.last_called
+            self._repeat(state)
+            return False
+        except _TooMuch as reason:
+            self.share_that_fits, self.why_not_now = reason.share, str(reason)
+            self._set_back(state)
+            return False
         except CannotPause as reason:
-            if self._has_fitted and self.reductions_apart:  # the other ranks may not have come here
+            if self._has_fitted and run.reductions_apart:  # the other ranks may not have come here
                 raise InfinityError(
                     f"the micro-batches of this model can't take turns, as they could before: {reason}; set "
                     'infinity.schedule to "horizontal"'
                 ) from reason
             self._give_back(state, str(reason), for_good=True)
-            return None
+            return False
         except Exception:
             why = run.why_not or state.changed()
-            if why is None or self.reductions_apart:
+            if why is None or run.reductions_apart:
                 raise  # a loop would raise it too, or other ranks haven't
             self._give_back(state, why)
-            return None
+            return False
         finally:
             run.restore_forward()
-        return [Turn(*turn) for turn in zip(outputs, run.random_after, run.contexts, strict=True)]
+        return True
 
-    def accepts(self, state: KeptState) -> bool:
-        """After the losses: whether neither forwards nor losses left state behind that a loop would have in another order, on
-        all ranks. If not, it is set back as by `forward`. A collective."""
+    def losses(self, loss_of: Callable[[int, Turn], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The loss of each micro-batch, in ascending order; `loss_of` computes it of its number and its turn. Where the last
+        turn goes back, the next one is computed when the backward of the one before is over."""
         run = self._pass
         assert run is not None
-        why = run.why_not or state.differs(run.contexts)
-        if self.reductions_apart:
-            differing = torch.tensor(float(why is not None), device=next(self._model.parameters()).device)
+        if run.last is None:
+            losses = [loss_of(k, run.take_turn(k)) for k in reversed(range(run.count))]
+            yield from losses[::-1]
+        for k in range(run.count) if run.last is not None else ():
+            if k:
+                run.end_forward(k)
+            loss = loss_of(k, run.take_turn(k))
+            run.note_loss(k, loss)
+            yield loss
+            del loss
+
+    def accepts(self, state: KeptState) -> bool:
+        """After the first loss: whether neither forwards nor losses left state behind that a loop would have in another order,
+        on all ranks. If not, it is set back as by `forward`. A collective."""
+        run = self._pass
+        assert run is not None
+        whys = [run.why_not or state.differs(run.contexts), run.why_not_back]
+        if run.reductions_apart:
+            device = next(self.model.parameters()).device
+            differing = torch.tensor([float(why is not None) for why in whys], device=device)
             dist.all_reduce(differing)
-            why = why or ("a forward on another rank changes what outlives it" if differing else None)
+            others = ("a forward on another rank changes what outlives it", "that of another rank can't")
+            whys = [
+                why or (words if on_one else None) for why, words, on_one in zip(whys, others, differing, strict=True)
+            ]
+        why, why_not_back = whys
+        self.why_not_back = self.why_not_back or why_not_back
         if why is not None:
             self._give_back(state, why)
-            return False
-        self._has_fitted, self.why_not_now = True, None
-        return True
+        elif why_not_back is not None:
+            self._repeat(state)
+        else:
+            self._has_fitted, self.why_not_now = True, None
+        return why is None and why_not_back is None
+
+    def backward(self, losses: Iterator[torch.Tensor]) -> None:
+        """The backward of all micro-batches from `losses`, as they are computed: see the method of that name. `end` follows."""
+        run = self._pass
+        assert run is not None
+        if run.last is None:
+            torch.autograd.backward([*losses][::-1])
+        else:
+            run.go_back(losses)
+            roots = [(next(losses), None), *run.remaining]
+            torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
+
+    def join(self, losses: Iterator[torch.Tensor], scaled: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The sum of `losses` (see the method of that name). Where micro-batches can, all but the last go back now, from
+        `scaled` losses. A backward from the sum, `scaled` as well, is the rest, and then `end`."""
+        run = self._pass
+        assert run is not None
+        if run.last is None:
+            return torch.stack([*losses]).sum()
+        values: list[torch.Tensor] = []
+
+        def noted() -> Iterator[torch.Tensor]:
+            for loss in losses:
+                values.append(loss.detach())
+                yield scaled(loss) if len(values) < run.count else loss
+                del loss
+
+        parts = noted()
+        run.go_back(parts)
+        last, inputs = next(parts), run.remaining
+        probe = torch.ones((), dtype=last.dtype, device=last.device, requires_grad=True)
+        (expected,) = torch.autograd.grad(scaled(probe), probe)
+        with_grad = [p for group in (self.root, *self.groups.values()) for p in group.sharded if p.grad is not None]
+
+        def check() -> str | None:
+            if not self.root.is_gathered:
+                return "the model was looked at or evaluated after the forward, which released what the backward needs"
+            if any(parameter.grad is None for parameter in with_grad):
+                return "gradients of its parts were dropped after the forward (zero_grad)"
+            return None
+
+        grads = [grad for _, grad in inputs]
+        self._remaining = remaining = Remaining(grads, expected.item(), check=check)
+        loss: torch.Tensor = Joined.apply(  # type: ignore[no-untyped-call]
+            remaining, torch.stack(values).sum(), last, *(tensor for tensor, _ in inputs)
+        )
+        return loss
+
+    @property
+    def awaits_rest(self) -> bool:
+        """Whether some gradients of a joined loss were computed, and the backward of the rest follows."""
+        return self._remaining is not None
+
+    def end(self) -> None:
+        """The backward is over, also that of a forward without micro-batches."""
+        if self._pass is not None:
+            self._pass.end()
+            self.abandon()
+
+    def _repeat(self, state: KeptState) -> None:
+        """This forward is run again, and goes back from another group, or not before all are there."""
+        self.once_more = True
+        self._set_back(state)
 
     def _give_back(self, state: KeptState, why: str, *, for_good: bool = False) -> None:
         """This step is a loop; so are all from now on, if the last one was."""
         self.why_not = why if for_good or self.why_not_now is not None else None
         self.why_not_now = why
-        self._abandon()
+        self._set_back(state)
+
+    def _set_back(self, state: KeptState) -> None:
+        self.abandon()
         state.restore()
-        reshard(self._model)  # what is gathered may have been written to
+        reshard(self.model)  # what is gathered may have been written to
 
-    def end(self) -> None:
-        """The backward is over. What waited for a micro-batch that no gradient reached is released, and its gradients are in
-        `.grad`."""
-        if self._pass is not None:
-            self._pass.end()
-            self._abandon()
-
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Where an exception ended a forward or its backward: the model is set as before it."""
         run, self._pass = self._pass, None
+        self._void("an exception or another forward came after the forward")
         if run is not None:
             run.reset()
 
+    def _void(self, why: str) -> None:
+        if self._remaining is not None:
+            self._remaining.why_void = self._remaining.why_void or why
+            self._remaining = None
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         another = self._pass is not None and (not args or args[0] is not self._pass)
-        if another and torch.is_grad_enabled() and not in_backward():  # a loss may ask the model for something without
-            self._abandon()
+        # A loss may ask the model for something, without gradients.
+        if another and not in_backward() and (torch.is_grad_enabled() or self.awaits_rest):
+            self.abandon()
 
-    def _come_to(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if (run := self._pass) is not None and (coroutine := run.running) is not None:
-            run.come_to(module, coroutine)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (run := self._pass) is not None and run.running is not None:
-            run.enter(module, (args, kwargs))
+class _AnotherIsLast(Exception):
+    """A group is called after the one that was expected to be the last."""
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if (run := self._pass) is not None and run.running is not None:
-            run.leave(module)
+
+class _TooMuch(Exception):
+    """What micro-batches save is too much. `share`: of them, for which it is not."""
+
+    def __init__(self, words: str, share: float) -> None:
+        super().__init__(words)
+        self.share = share
 
 
 class _Pass:
-    """A forward of all micro-batches, and the backward that follows it."""
+    """A forward of all micro-batches, and the backward that follows it.
+
+    last: the group in whose turn each micro-batch goes back at once; None where all forwards end first.
+    """
 
     def __init__(
         self,
         vertical: Vertical,
-        model: nn.Module,
-        root: RunningGroup,
         random: Sequence[RandomState],
         state: KeptState,
-        memory: _Memory | None,
+        memory: Memory | None,
+        last: nn.Module | None,
+        *,
+        is_whole_step: bool,
     ) -> None:
-        self._groups, self._root, self._model, self._random = vertical.groups, root, model, random
-        self.reductions_apart = vertical.reductions_apart
+        self._groups, self._root, self._model, self._random = vertical.groups, vertical.root, vertical.model, random
+        model, sums = vertical.model, vertical.sums if is_whole_step else None
+        self.last, self.last_called = last, last
+        self._cuts: list[Cut] = []
+        """By micro-batch that has gone back."""
+        self.why_not_back: str | None = None
+        """Why none of them can."""
+        self._coroutines: list[Coroutine] = []
+        self._hooks: list[RemovableHandle] = []
+        self.outputs: list[Any] = [None] * len(random)
+        """By micro-batch: what its forward returned, until it is taken."""
+        self.is_whole_step = is_whole_step
+        self.reductions_apart = sums is None
+        """Whether the gradients of each micro-batch are reduced by themselves."""
         self._state, self._memory = state, memory
         self.why_not: str | None = None
         """State that a micro-batch left behind where others run, in words."""
@@ -229,23 +371,14 @@ class _Pass:
         """By group: whether its inputs have."""
         self.micro_batch = 0
         """The one that runs."""
-        self._coroutine: Coroutine | None = None
-        self.random_after: list[RandomState] = []
-        """By micro-batch: the random numbers that come next, after the forward."""
-        self.contexts: list[contextvars.Context] = []
-        """By micro-batch: its context variables."""
-        for group in (root, *self._groups.values()):
-            group.clear(is_running=True)
+        self._running: Coroutine | None = None
+        for group in (self._root, *self._groups.values()):
+            group.clear(is_running=True, sums=sums)
 
     @property
     def count(self) -> int:
         """Micro-batches."""
         return len(self._random)
-
-    @property
-    def running(self) -> Coroutine | None:
-        """The coroutine that the caller runs in."""
-        return self._coroutine if self._coroutine is not None and self._coroutine.is_running else None
 
     # The forward.
 
@@ -254,68 +387,167 @@ class _Pass:
         if not args or args[0] is not self:
             self.restore_forward()
             return self._original_forward(*args, **kwargs)
-        coroutines = [
-            Coroutine(partial(self._original_forward, *micro_batch.args, **micro_batch.kwargs), random)
+        self._coroutines = [
+            Coroutine(micro_batch.on(self._original_forward), random)
             for micro_batch, random in zip(args[1], self._random, strict=True)
         ]
-        self.contexts = [coroutine.context for coroutine in coroutines]
+        self._hooks = [
+            hook
+            for module in self._groups
+            for hook in (
+                module.register_forward_pre_hook(self._come_to, prepend=True, with_kwargs=True),
+                module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                module.register_forward_hook(self._leave, prepend=True),
+            )
+        ]
         try:
-            while not all(coroutine.is_done for coroutine in coroutines):
-                module = coroutines[0].waits_for
-                if any(coroutine.is_done or coroutine.waits_for is not module for coroutine in coroutines):
-                    # Their sums would come in another order than a loop's.
-                    raise CannotPause("they take different ways through its groups")
-                for k in reversed(range(self.count)):
-                    self._is_last = k == 0
-                    self._go_on(k, coroutines[k])
-                if module is not None and self._memory is not None:
-                    self._memory.end_turn(groups=len(self._groups))
-        finally:
-            for coroutine in coroutines:
-                coroutine.end()
-        self.random_after = [coroutine.random for coroutine in coroutines]
+            return self._take_turns(self._coroutines)
+        except BaseException:
+            self._end_turns()
+            raise
+
+    def _take_turns(self, coroutines: Sequence[Coroutine]) -> tuple[Any, ...]:
+        while not all(coroutine.is_done for coroutine in coroutines):
+            module = coroutines[0].waits_for
+            if any(coroutine.is_done or coroutine.waits_for is not module for coroutine in coroutines):
+                # Their sums would come in another order than a loop's.
+                raise CannotPause("they take different ways through its groups")
+            if module is not None and module is self.last:
+                if not self._inside[0]:
+                    self.end_forward(0)
+                    return (coroutines[0].result,)
+                self.last = None
+            for k in reversed(range(self.count)):
+                self._is_last = k == 0
+                self._go_on(k)
+            if module is not None and self._memory is not None:
+                self._memory.end_turn(groups=len(self._groups))
+        self.last = None
+        self._end_turns()
         return tuple(coroutine.result for coroutine in coroutines)
 
-    def _go_on(self, micro_batch: int, coroutine: Coroutine) -> None:
-        self.micro_batch, self._coroutine = micro_batch, coroutine
+    def end_forward(self, micro_batch: int) -> None:
+        """A micro-batch passes through the last group, and comes to the end of its forward."""
+        coroutine = self._coroutines[micro_batch]
+        self._is_last = False
+        with without_saving(), self._root.forward_again():  # what it saves is used at once
+            self._go_on(micro_batch)
+            while micro_batch == 0 and not coroutine.is_done:
+                self.last_called = coroutine.waits_for
+                self._go_on(0)
+        if self.last_called is not self.last:
+            raise _AnotherIsLast
+        if not coroutine.is_done:
+            self._refuse(micro_batch, "it takes another way through its groups")
+        if micro_batch:
+            self.outputs[micro_batch] = self._root.cast_output(coroutine.result)
+        if micro_batch == self.count - 1:
+            self._end_turns()
+
+    def take_turn(self, micro_batch: int) -> Turn:
+        """What the forward of a micro-batch gave, which is kept here no more."""
+        output, coroutine = self.outputs[micro_batch], self._coroutines[micro_batch]
+        self.outputs[micro_batch] = coroutine.result = None
+        return Turn(output, coroutine.random, coroutine.context)
+
+    def note_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
+        """The loss is there from which a micro-batch goes back. Whether it can is found at the first."""
+        if micro_batch < self.count - 1 and self.why_not_back is None:
+            cut = self._cuts[micro_batch]
+            if cut.is_passed(loss):
+                self.why_not_back = "a loss is computed from more than what enters the last group"
+            else:
+                shared = cut.leaves_on_both_sides(loss)
+                if any(count > 1 for count in shared.values()):  # their sum would come in another order
+                    self.why_not_back = "a parameter of the last turn is used more than once before"
+                if not all(group.await_rest(shared) for group in (self._root, *self._groups.values())):
+                    self.why_not_back = "a gradient hook is on a parameter that is used before and in the last turn"
+        why = self.why_not or self.why_not_back or self._state.changed_in([self._coroutines[micro_batch].context])
+        if micro_batch and why:
+            self._refuse(micro_batch, why)
+
+    def _refuse(self, micro_batch: int, why: str) -> NoReturn:
+        raise InfinityError(
+            f"micro-batch {micro_batch} of this step can't take turns as the first one did, whose backward is over: {why}; "
+            'train with gradient_accumulation_steps and infinity.schedule "horizontal"'
+        )
+
+    @property
+    def contexts(self) -> list[contextvars.Context]:
+        """The context variables of each micro-batch whose forward is over."""
+        return [coroutine.context for coroutine in self._coroutines if coroutine.is_done]
+
+    @property
+    def remaining(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where the backward of those that went back at once continues, and the gradients for it."""
+        return [pair for cut in self._cuts for pair in cut.remaining]
+
+    def _end_turns(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for coroutine in self._coroutines:
+            coroutine.end()
+
+    def _go_on(self, micro_batch: int) -> None:
+        self._running, self.micro_batch = self._coroutines[micro_batch], micro_batch
         self._passed = {*self._inside[micro_batch]}
-        begins = coroutine.waits_for is None
+        begins = self._running.waits_for is None
         self._root.enter(micro_batch)
-        coroutine.go_on()
+        try:
+            self._running.go_on()
+        finally:
+            self._running = None
         self._root.leave()
-        self._coroutine = None
         self.why_not = self.why_not or self._state.changed(None if begins else self._passed)
 
-    def come_to(self, module: nn.Module, coroutine: Coroutine) -> None:
+    def _come_to(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A micro-batch is about to call a group."""
+        if self._running is None:  # activation checkpointing runs a forward again
+            return None
         if (module, self.micro_batch) in self._called:
             raise CannotPause(f"group {self._names[module]} is called twice in a forward")
         self._called.add((module, self.micro_batch))
         around = self._inside[self.micro_batch]
         for outer in around:
             self._groups[outer].suspend()
-        coroutine.pause(module)
+        self._running.pause(module)
         for outer in around:
             self._groups[outer].resume(self.micro_batch)
+        self.last_called = module
+        if module is not self.last or self.micro_batch == self.count - 1 or around:
+            return None
+        self._cuts.append(Cut())
+        try:
+            return self._cuts[-1].apply((args, kwargs))
+        except ValueError as error:
+            self.why_not_back = f"its inputs can't be cut off ({error})"
+            return None
 
-    def enter(self, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The group is gathered, and the micro-batch enters it. In the backward FSDP2 releases it at the inputs of each."""
+        if self._running is None:
+            return
         self._inside[self.micro_batch].append(module)
         self._passed.add(module)
         self._groups[module].enter(self.micro_batch)
-        tensors = list(grad_tensors(inputs))
+        tensors = list(grad_tensors((args, kwargs)))
         if not self.reductions_apart and self._have_gradients.setdefault(module, bool(tensors)) != bool(tensors):
             raise CannotPause(f"inputs of group {self._names[module]} have gradients in some micro-batches only")
         self._groups[module].is_held = bool(tensors)
         if tensors:
-            self._returning[module] += 1
+            if module is not self.last:
+                self._returning[module] += 1
+            elif module not in self._returning:
+                self._returning[module] = self.count
             cast(FSDPModule, module).set_reshard_after_backward(False, recurse=False)
             came_back = itertools.count()
             for tensor in tensors:
                 tensor.register_hook(partial(self._come_back, module, came_back))
 
-    def leave(self, module: nn.Module) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The micro-batch has passed through the group, which is released after the last."""
+        if self._running is None:
+            return
         self._inside[self.micro_batch].remove(module)
         self._groups[module].leave()
         if module in self._resharding:
@@ -339,8 +571,17 @@ class _Pass:
                 self._groups[module].give_sums()
                 cast(FSDPModule, module).set_reshard_after_backward(True, recurse=False)
 
+    def go_back(self, losses: Iterator[torch.Tensor]) -> None:
+        """All micro-batches but the last go back, in the last group's turn: FSDP2 takes that for a part of what follows."""
+        assert self.last is not None
+        for _ in range(self.count - 1):
+            with self._root.part_of_backward():
+                torch.autograd.backward(next(losses))
+            self._groups[self.last].become_idle()
+
     def end(self) -> None:
-        """See `Vertical.end`."""
+        """The backward is over. What waited for a micro-batch that no gradient reached is released, and its gradients are in
+        `.grad`."""
         for module, count in self._returning.items():
             if count:
                 cast(FSDPModule, module).reshard()
@@ -350,6 +591,8 @@ class _Pass:
     def reset(self) -> None:
         """The levers of the groups are as before the forward."""
         self.restore_forward()
+        self._end_turns()
+        self._cuts, self._coroutines, self.outputs = [], [], []  # Python doesn't see that they hold this pass
         for module in self._resharding:
             cast(FSDPModule, module).set_reshard_after_forward(True, recurse=False)
         for module in self._returning:
@@ -382,28 +625,31 @@ def _no_hook(*_: Any, **__: Any) -> None:
     pass
 
 
-class _Memory:
-    """Whether what the micro-batches save up to the end of the forward fits, judged by what it takes after each group."""
+class Memory:
+    """Whether what the micro-batches save up to the end of the forward fits, judged by what it takes after each group.
 
-    def __init__(self, available_bytes: Callable[[], int | None]) -> None:
-        self._available_bytes = available_bytes
+    available_bytes: what may still be taken; None is unknown. bytes_max: of what they save, together.
+    """
+
+    def __init__(self, available_bytes: Callable[[], int | None], bytes_max: int) -> None:
+        self._available_bytes, self._bytes_max = available_bytes, bytes_max
         self._first: int | None = None
         self._turns = 0
 
     def end_turn(self, *, groups: int) -> None:
-        """All have passed through one more of so many groups. Raises CannotPause where the others would take more than there
-        is."""
+        """All have passed through one more of so many groups. Raises _TooMuch if the others would take more than there is."""
         available = self._available_bytes()
         self._first = available if self._first is None else self._first
         if available is None or self._first is None:
             return
         if self._turns:
-            needed = (self._first - available) * (groups - 1 - self._turns) // self._turns
-            if needed > available:
-                raise CannotPause(
-                    f"what they save for the backward would take {format_bytes(needed)} more, and "
-                    f"{format_bytes(available)} are available"
+            total, most = (self._first - available) * (groups - 1) // self._turns, min(self._first, self._bytes_max)
+            if total > most:
+                limit = "available" if most == self._first else "what all states take in memory"
+                words = (
+                    f"what they save for the backward would take {format_bytes(total)}; {format_bytes(most)} is {limit}"
                 )
+                raise _TooMuch(words, most / total)
         self._turns += 1
 
 

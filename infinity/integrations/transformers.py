@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,23 @@ from infinity.runtime.initialize import initialize
 class InfinityTrainingArguments(TrainingArguments):
     """TrainingArguments whose `deepspeed` (a path to JSON, or a dict) is the config of infinity.
 
-    Its "auto" values are filled from the other arguments, as with DeepSpeed.
+    Its "auto" values are filled from the other arguments, as with DeepSpeed. With `infinity.micro_batches` "auto" the Trainer
+    takes all samples of a step at once, and the engine splits them into `gradient_accumulation_steps` parts, which take turns:
+    `per_device_train_batch_size` becomes the product of both, `gradient_accumulation_steps` 1.
     """
 
     deepspeed: Any
     infinity_config: str | dict[str, Any] | None = None
+    infinity_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
         self.infinity_config = self.deepspeed
         self.deepspeed = None
         super().__post_init__()
+        if self.infinity_config is not None and "infinity.micro_batches" in load_config(self.infinity_config).auto:
+            self.infinity_micro_batches = parts = int(self.gradient_accumulation_steps)
+            self.per_device_train_batch_size *= parts
+            self.gradient_accumulation_steps: int = 1
 
 
 class InfinityTrainer(Trainer):
@@ -58,6 +66,7 @@ class InfinityTrainer(Trainer):
     _schedule_of_config: Any = None
     _learning_rate: float = 0.0
     _created_lr_scheduler: bool
+    compute_loss: Callable[..., Any]
 
     def __init__(self, *arguments: Any, weights: str | Path | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -68,6 +77,7 @@ class InfinityTrainer(Trainer):
             )
         if self.model_init is not None:
             raise ConfigError("InfinityTrainer takes no model_init: pass model=")
+        self._compute_loss, self.compute_loss = self.compute_loss, self._compute_in_parts
 
     def close(self) -> None:
         """Free memory and drive space. The model can't be used any more."""
@@ -107,8 +117,31 @@ class InfinityTrainer(Trainer):
         """Around every forward, in which the Trainer calls the model without the engine: the engine's forward pass."""
         stack = contextlib.ExitStack()
         stack.enter_context(super().compute_loss_context_manager())
-        stack.enter_context(self._ensure_engine().forward_pass())
+        if not self._ensure_engine().splits:
+            stack.enter_context(self._ensure_engine().forward_pass())
         return stack
+
+    def _compute_in_parts(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """`compute_loss`, also a subclass's; where the engine splits the batch, part by part. The outputs have nothing but the
+        loss then."""
+        compute, engine = self._compute_loss, self._ensure_engine()
+        told_items = {"num_items_in_batch": num_items_in_batch}
+        if not engine.splits:
+            return compute(model, inputs, return_outputs=return_outputs, **told_items)
+
+        def of_part(forward: Callable[..., Any], **inputs: Any) -> torch.Tensor:
+            loss: torch.Tensor = compute(_Called(forward, model), inputs, return_outputs=False, **told_items)
+            return loss
+
+        told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        loss = engine.loss_in_parts(of_part, inputs, summed=told and num_items_in_batch is not None)
+        return (loss, {"loss": loss}) if return_outputs else loss
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._ensure_engine().get_global_grad_norm()  # already clipped, if the config says so
@@ -205,6 +238,7 @@ class InfinityTrainer(Trainer):
         return {
             "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "micro_batches": args.infinity_micro_batches,
             "train_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "gradient_clipping": args.max_grad_norm,
             "lr": args.learning_rate,
@@ -218,6 +252,19 @@ class InfinityTrainer(Trainer):
             "bf16": args.bf16,
             "fp16": args.fp16,
         }
+
+
+class _Called:
+    """A model for the Trainer to call, with another forward."""
+
+    def __init__(self, forward: Callable[..., Any], model: Any) -> None:
+        self._forward, self._model = forward, model
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._forward(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class _SteppedByEngine:

@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,25 +18,36 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.activations.saved_tensors import Activations
 from infinity.checkpoint.commits import Part
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
-from infinity.fsdp2.sharding import before_reductions, local_of, reshard
-from infinity.fsdp2.vertical import Vertical
+from infinity.fsdp2.running_statistics import mixtures_explained
+from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reshard
+from infinity.fsdp2.vertical import MicroBatch, Vertical
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
+from infinity.runtime.batch_parts import rows_of, split_alike, with_loss
 from infinity.runtime.checkpoints import Checkpoints
+from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
 from infinity.runtime.flops import FlopsProfile
-from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
-from infinity.runtime.loss_scale import make_loss_scale
+from infinity.runtime.loss_scale import Scalar, factor_of, gradient_factor, make_loss_scale, scaled_norm
+from infinity.runtime.micro_batches import (
+    LossFn,
+    MicroBatches,
+    call_of,
+    loss_in,
+    loss_of_call,
+    mean_over_ranks,
+    streams,
+)
 from infinity.runtime.monitors import Monitors
 from infinity.runtime.observe import EngineStats, StepMeter, StepProgress, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
-from infinity.runtime.passes import Passes
 from infinity.runtime.resolved import Resolved
 from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
@@ -44,7 +55,7 @@ from infinity.swap.timeline import measured
 log = logging.getLogger("infinity")
 
 
-class Engine(Passes):
+class Engine(DeepSpeedSurface):
     """Trains one model. Made by `infinity.initialize`.
 
     `engine(batch)` runs the model, `engine.backward(loss)` its backward pass, `engine.step()` the optimizer after every
@@ -76,9 +87,10 @@ class Engine(Passes):
         self.config = config = resolved.config
         self._resolved = resolved
         self.swap = swap
-        """The swap manager that holds the model; None where nothing rests on NVMe."""
+        """The swap manager that holds the model; None if nothing is offloaded."""
         self._notes_at_start = swap.notes if swap is not None else []
         self._storage, self._updater, self._commits = storage, updater, commits
+        """A swap manager, a paged optimizer and the commits of a run; or `InMemory` and `NoCommits`, which do without."""
         self._paging = paging = storage.paging
         self.health = paging.paged.health
         """Whether the values are those of one step, and may be used."""
@@ -87,6 +99,7 @@ class Engine(Passes):
         self.live = live
         """What stays gathered between uses, and what is gathered ahead; None below stage 3."""
         self._routes, self._vertical = routes, vertical
+        self._micro_batches = MicroBatches(module, resolved, vertical, looks_at_memory=activations is None)
         self.peers = peers
         """The other ranks, and whether they still work together."""
         self.client_state: dict[str, Any] = {}
@@ -125,7 +138,247 @@ class Engine(Passes):
         self._meter = StepMeter(storage.stats)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
 
-    # A step.
+    # A micro-batch.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. With gradients, what it saves for the backward goes where the config keeps activations.
+
+        With `infinity.micro_batches`, a forward with gradients splits its batch along dimension 0, and runs the parts in the
+        vertical schedule. It returns what the model returns for one, with the loss of the whole and nothing else in it.
+        """
+        if self.splits:
+            with self._in_pass("a forward"):
+                calls = split_alike(args, kwargs, self.config.infinity.micro_batches)
+            if len(calls) > 1:
+                return self._forward_in_parts(calls, summed=kwargs.get("num_items_in_batch") is not None)
+        with self.forward_pass():
+            return self.module(*args, **kwargs)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a forward that begins now splits its batch."""
+        return torch.is_grad_enabled() and self.config.infinity.micro_batches > 1
+
+    def loss_in_parts(
+        self, compute: Callable[..., torch.Tensor], inputs: Mapping[str, Any], *, summed: bool
+    ) -> torch.Tensor:
+        """For trainers, with `infinity.micro_batches`: the loss (a scalar) of a batch, which is split as by `forward`.
+
+        `compute(forward, **inputs)` is called for each part, calls `forward` once, and returns the part's loss. `summed`:
+        whether these losses are summed, as each is a share of the whole; else they are averaged over the rows.
+        """
+        with self._in_pass("a forward"):
+            calls = split_alike((), dict(inputs), self.config.infinity.micro_batches)
+        loss: torch.Tensor = self._forward_in_parts([call._replace(around=compute) for call in calls], summed=summed)
+        return loss
+
+    def _forward_in_parts(self, calls: Sequence[MicroBatch], *, summed: bool) -> Any:
+        outputs: list[Any] = []
+        rows = [rows_of(call) for call in calls]
+
+        def loss_of(part: int, output: Any) -> torch.Tensor:
+            loss = loss_in(output)
+            if part == len(calls) - 1:
+                outputs.append(output)
+            elif part == 0:
+                with_loss(output, loss.detach())  # or it is refused before anything goes back
+            if summed:
+                return loss
+            return loss / len(calls) if len({*rows}) == 1 else loss * (rows[part] / sum(rows))
+
+        losses = self._losses_at_once(calls, streams(len(calls)), loss_of)
+        assert losses is not None  # refused otherwise
+        with self._in_backward(1):
+            loss = self._vertical.join(losses, self._scaled)
+        self._guard.await_rest(awaited=self._vertical.awaits_rest)
+        return with_loss(outputs[-1], loss)
+
+    def _losses_at_once(
+        self,
+        calls: Sequence[MicroBatch],
+        random: Sequence[RandomState],
+        loss_of: Callable[[int, Any], torch.Tensor],
+        functions: Sequence[Any] = (),
+    ) -> Iterator[torch.Tensor] | None:
+        """See `MicroBatches.losses_at_once`. In a step that the FLOPs profiler counts, all forwards end before the backward."""
+        profile = self.flops_profile
+        goes_back = profile is None or not profile.is_due(self.global_steps)
+        return self._micro_batches.losses_at_once(
+            self.forward_pass, calls, random, loss_of, functions=functions, goes_back=goes_back
+        )
+
+    @contextlib.contextmanager
+    def forward_pass(self, *, micro_batches: int = 1) -> Iterator[None]:
+        """What `forward` does around the model, for a loop that calls the model itself. `micro_batches`: of the call."""
+        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.activations is not None and torch.is_grad_enabled():
+            saving = self.activations.saving()
+        self._guard.begin_forward()
+        explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
+        name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+        in_16_bits = self._resolved.compute_dtype is not torch.float32
+        mixtures = mixtures_explained(self.module) if in_16_bits else contextlib.nullcontext()
+        around = self._guard.around(Pass.FORWARD)
+        with self._in_pass(name), around, self._timing("fwd", micro_batches), saving, explained, mixtures:
+            yield
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
+        unless `scale_wrt_gas` is False.
+
+        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
+        fp16 they are `cur_scale` times as large until `step`. Raises ConfigError when a parameter was unfrozen since
+        `initialize`: nothing would train it; and where `infinity.schedule` is "vertical", which takes `train_batch`.
+        """
+        if self.config.passes < self.gradient_accumulation_steps():
+            raise ConfigError(
+                'infinity.schedule "vertical" runs all micro-batches of a step at once: call engine.train_batch(data_iter), or '
+                'set it to "auto"'
+            )
+        if loss.numel() != 1:
+            raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+        if retain_graph and self._vertical.awaits_rest:
+            raise InfinityError("a batch that is split (infinity.micro_batches) keeps no graph: leave retain_graph out")
+        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        self._backward(1, iter([divided]), partial(_backward_from, retain_graph=retain_graph))
+        return divided
+
+    def _backward(
+        self, count: int, losses: Iterator[torch.Tensor], run: Callable[[Iterator[torch.Tensor]], None]
+    ) -> None:
+        """The backward of so many micro-batches, which `run` takes from their divided losses, once these are scaled."""
+        divided: list[torch.Tensor] = []
+
+        def scaled() -> Iterator[torch.Tensor]:
+            for loss in losses:
+                divided.append(loss.detach())
+                yield self._scaled(loss)
+                del loss  # and all that it was computed from, before the next one is
+
+        with self._in_backward(count):
+            run(scaled())
+            self._vertical.end()
+            self._progress.end_backward(divided)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.float() * self.cur_scale if self._loss_scale.may_overflow else loss
+
+    @contextlib.contextmanager
+    def _in_backward(self, count: int) -> Iterator[None]:
+        """Around a backward of so many micro-batches."""
+        with self._in_pass("a backward"), self._timing("bwd"):
+            self._check_trains()
+            _check_none_unfrozen(self.module, self._frozen)
+            self._guard.settle()
+            if self._vertical.awaits_rest:
+                self._guard.await_rest(awaited=False)
+            self._guard.check_gradients_whole()
+            last = self._progress.ends_a_step(self._progress.micro_steps + count)
+            if self.live is not None:
+                self.live.begin_backward(last=last)
+            self._updater.expect(factor_of(self.cur_scale) if last else None)
+            with self._guard.around(Pass.BACKWARD):
+                if self._resolved.updates_in_backward:
+                    self._commits.make()
+                try:
+                    yield
+                except BaseException as error:
+                    self._vertical.abandon()
+                    if not isinstance(error, RuntimeError) or "storage of size 0" not in str(error):
+                        raise
+                    raise InfinityError(
+                        "a second backward through the model (create_graph=True) needs parameters that were freed after the "
+                        "first: offloaded parameters have theirs if all groups stay in the pinned pool (on NVMe: a larger "
+                        'infinity.pinned_bytes_max and infinity.update "step"); else leave second derivatives out'
+                    ) from error
+
+    def _check_trains(self) -> None:
+        if not self._resolved.trains:
+            raise ConfigError(
+                'there is no optimizer to train with: name one in the config, such as "optimizer": {"type": "AdamW", "params": '
+                '{"lr": 1e-4}}, or pass optimizer= to initialize'
+            )
+
+    # A whole step.
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None, *, loss_fn: LossFn | None = None) -> torch.Tensor:
+        """Train one step: forward and backward of `gradient_accumulation_steps` micro-batches, then `step`.
+
+        `data_iter`: gives the micro-batches; None takes those of the data loader that `initialize` made, epoch after epoch. The
+        model is called with a micro-batch: a mapping is its keyword arguments, a tuple or list its arguments. It returns the
+        loss, or something that has it as `.loss`, under "loss" or first. With a `loss_fn` (or that of a PipelineModule), a
+        micro-batch is (inputs, labels), and the loss is loss_fn(outputs, labels).
+
+        Which micro-batch passes through which group when is said by `infinity.schedule`; the numbers are the same. Each draws
+        random numbers of a stream of its own, whose seed the CPU's generator gives: dropout differs from that of a loop over
+        forward and backward.
+
+        Returns the mean of the losses (0-D, fp32) over the micro-batches and ranks. Raises StopIteration where the iterator
+        ends, before anything was changed; InfinityError in the middle of a step; ConfigError where `infinity.schedule` is
+        "vertical" and the model's micro-batches can't take turns.
+        """
+        if self._progress.is_in_step:
+            raise InfinityError(
+                "train_batch takes a whole step, and this one has begun: call step() or zero_grad() first"
+            )
+        loss_fn, batches = (
+            self._micro_batches.loss_fn_or(loss_fn),
+            self._micro_batches.take(data_iter, self.training_dataloader),
+        )
+        if loss_fn is not None and self.splits:
+            raise ConfigError(
+                "train_batch with a loss_fn takes gradient_accumulation_steps micro-batches: set that, and "
+                "infinity.micro_batches to 1"
+            )
+        random, losses = streams(len(batches)), []
+
+        def divided(computed: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+            for loss in computed:
+                losses.append(loss.detach())
+                yield loss / len(batches)
+                del loss
+
+        try:
+            while len(losses) < len(batches):
+                count = self._micro_batches.at_once
+                some = slice(len(losses), len(losses) + count)
+                computed = None
+                if count > 1:
+                    calls, loss_of = (
+                        [call_of(batch, loss_fn) for batch in batches[some]],
+                        partial(_loss_of, batches[some], loss_fn),
+                    )
+                    computed = self._losses_at_once(calls, random[some], loss_of, functions=[loss_fn])
+                if computed is not None:
+                    self._progress.boundary = some.stop == len(batches)
+                    self._backward(count, divided(computed), self._vertical.backward)
+                    continue
+                for batch, stream in zip(batches[some], random[some], strict=True):
+                    with stream.within():
+                        loss = loss_of_call(self.forward, batch, loss_fn)
+                    self._progress.boundary = len(losses) + 1 == len(batches)
+                    self._backward(1, divided([loss]), _backward_from)
+                    del loss
+            self.step()
+        finally:
+            self._progress.boundary = None
+        return mean_over_ranks(losses)
+
+    def eval_batch(self, data_iter: Iterator[Any], *, loss_fn: LossFn | None = None) -> torch.Tensor:
+        """The mean loss (0-D, fp32) of as many micro-batches, without gradients and in evaluation mode; else as
+        `train_batch`."""
+        loss_fn = self._micro_batches.loss_fn_or(loss_fn)
+        batches, trains = self._micro_batches.take(data_iter, self.training_dataloader), self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                losses = [loss_of_call(self.forward, batch, loss_fn) for batch in batches]
+        finally:
+            self.module.train(trains)
+        return mean_over_ranks(losses)
 
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
@@ -232,6 +485,29 @@ class Engine(Passes):
             )
         self._progress.boundary = is_boundary
 
+    # Around them.
+
+    @contextlib.contextmanager
+    def _in_pass(self, name: str, *, last: bool = False) -> Iterator[None]:
+        with self._guard.entered(), self.peers.in_pass(name, self._guard.standing, last=last):
+            yield
+
+    @contextlib.contextmanager
+    def _timing(self, part: Literal["fwd", "bwd", "step"], micro_batches: int = 1) -> Iterator[None]:
+        """Count what happens in the block for `part`, wherever that is wanted; tell when a step ends."""
+        steps, clock, profile = self.global_steps, self.wall_clock, self.flops_profile
+        with (
+            measured(self.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
+            clock.measure(part) if clock is not None else contextlib.nullcontext(),
+            profile.measure(part, steps, micro_batches) if profile is not None else contextlib.nullcontext(),
+        ):
+            yield
+        stepped = self.global_steps > steps
+        if clock is not None and part == "step":
+            clock.report(stepped=stepped)
+        if profile is not None and stepped and profile.report():
+            self.flops_profile = None  # told once
+
     # Commits and checkpoints.
 
     def commit(self, client_state: dict[str, Any] | None = None) -> None:
@@ -287,7 +563,7 @@ class Engine(Passes):
         later `step`, or when the next save or load, `finish_checkpoint` or `close` has waited for it; those raise what failed.
 
         Raises CheckpointError, also between a `backward` and its `step`, as gradients are not stored; an earlier checkpoint
-        stays. ConfigError for "arena" where nothing rests on NVMe. `save_latest` and `exclude_frozen_parameters` are accepted:
+        stays. ConfigError for "arena" if nothing is offloaded. `save_latest` and `exclude_frozen_parameters` are accepted:
         the latest is always named, and frozen parameters are always stored.
         """
         with self._in_pass("a save_checkpoint"):
@@ -377,3 +653,29 @@ def _zero_grad_of(engine: weakref.ref[Engine], module: weakref.ref[nn.Module], s
         alive.zero_grad(set_to_none)
     elif trained is not None:
         type(trained).zero_grad(trained, set_to_none)
+
+
+def _loss_of(batches: Sequence[Any], loss_fn: LossFn | None, number: int, output: Any) -> torch.Tensor:
+    return loss_in(output, batches[number], loss_fn)
+
+
+def _backward_from(losses: Iterator[torch.Tensor], *, retain_graph: bool = False) -> None:
+    torch.autograd.backward([*losses], retain_graph=retain_graph)
+
+
+def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
+    """Raise ConfigError where a parameter of `frozen` requires a gradient now, or one has come that is not sharded."""
+    held = held_parameters(module)
+    for parameter in module.parameters():
+        if parameter not in held:
+            name, *_ = parameter_names(module)[parameter]
+            raise ConfigError(
+                f"parameter {name} was put into the model after initialize, so it is not sharded and not trained: change the "
+                "model (resize_token_embeddings, a new head, adapters) before initialize"
+            )
+    for parameter, names in parameter_names(module).items() if frozen else ():
+        if parameter.requires_grad and names[0] in frozen:
+            raise ConfigError(
+                f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
+                "trained: unfreeze it before initialize, or set requires_grad to False again"
+            )

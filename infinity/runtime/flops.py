@@ -55,7 +55,7 @@ class FlopsProfile:
         """Where `steps` is the step to profile, count what happens in the block for `part`: "fwd" and "bwd" of the first
         micro-batch, or of so many at once; "step" of the last."""
         wanted = part == "step" or (part not in self._seconds and torch.is_grad_enabled())
-        if steps != self._settings.profile_step or not wanted:
+        if not self.is_due(steps) or not wanted:
             yield
             return
         began = now()
@@ -64,6 +64,10 @@ class FlopsProfile:
         with self._counting() if part == "fwd" else contextlib.nullcontext():
             yield
         self._seconds[part] = now() - began
+
+    def is_due(self, steps: int) -> bool:
+        """Whether `steps` is the step to profile."""
+        return steps == self._settings.profile_step
 
     def report(self) -> bool:
         """Write the report where the config says, if the step that just ended was measured; whether it was."""

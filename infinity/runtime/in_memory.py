@@ -1,4 +1,4 @@
-"""A training with nothing on NVMe: torch's own optimizer over FSDP2's sharded parameters.
+"""A training with nothing offloaded: torch's own optimizer over FSDP2's sharded parameters, on the device.
 
 The engine asks a swap manager, a paged optimizer and the commits of a durable run. Where there are none, what is here answers
 to the same names. Training thread only.
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from infinity.checkpoint.commits import Commits, Part
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import local_of
-from infinity.runtime.gradient_norm import Scalar
+from infinity.runtime.loss_scale import Scalar
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.health import ModelHealth
 from infinity.swap.paging import Paging
@@ -155,6 +155,6 @@ def _first_adam_state(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict
 
 def _nothing_to_trace() -> InfinityError:
     return InfinityError(
-        "nothing of this training rests on NVMe, so there is no timeline of it: use torch.profiler, or set "
+        "nothing of this training is offloaded, so there is no timeline of it: use torch.profiler, or set "
         'offload_param or offload_optimizer to {"device": "nvme", ...}'
     )

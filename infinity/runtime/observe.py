@@ -49,11 +49,11 @@ class StepProgress:
             return self.boundary
         return micro_steps > 0 and micro_steps % self.accumulation == 0
 
-    def end_backward(self, losses: Sequence[torch.Tensor], parts: int) -> None:
-        """The backward passes of micro-batches with these losses ended; each is 1 / `parts` of the step's."""
+    def end_backward(self, losses: Sequence[torch.Tensor]) -> None:
+        """The backward passes of micro-batches with these losses ended, each divided as its gradient was."""
         self.micro_steps += len(losses)
         if self.keeps_losses:
-            self._losses += [loss.detach().float().reshape(()) / parts for loss in losses]
+            self._losses += [loss.float().reshape(()) for loss in losses]
 
     def end_step(self) -> None:
         """A step was taken, or skipped."""
@@ -88,7 +88,7 @@ class EngineStats:
 
 
 class StepMeter:
-    """Measures from one step's end to the next. swap_stats: counters of what rests on NVMe; None where nothing does."""
+    """Measures from one step's end to the next. swap_stats: counters of a paged model; None if the model is on the device."""
 
     def __init__(self, swap_stats: Callable[[], SwapStats | None]) -> None:
         self._swap_stats = swap_stats

@@ -193,6 +193,10 @@ class PassGuard:
 
     # Gradients.
 
+    def await_rest(self, *, awaited: bool) -> None:
+        """Whether the gradients are a part, and a backward of the rest follows."""
+        self._partial_since = "a forward, whose loss had no backward" if awaited else None
+
     def check_gradients_whole(self) -> None:
         """Raise InfinityError where the gradients are partial, or somebody set `.grad` of one that was taken. Where they were
         partial, and are gone, the step begins anew."""

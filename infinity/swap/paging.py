@@ -41,7 +41,7 @@ from infinity.fsdp2.sharding import (
     is_at_rest,
     is_in_forward,
 )
-from infinity.fsdp2.vertical import micro_batches_in, reductions_in
+from infinity.fsdp2.vertical import gradients_in
 from infinity.schedule.pinned import sub_groups_ahead
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
@@ -292,7 +292,8 @@ class Paging:
             self.leave_unfinished_pass(at_root=True)
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
-            self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
+            micro_batches, reductions = gradients_in(args)
+            self.policy.begin_pass(trains=trains, micro_batches=micro_batches, reductions=reductions)
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward() and self.paged.health.state is Health.PART_STEPPED:

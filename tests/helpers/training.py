@@ -47,6 +47,7 @@ class Case:
     reduce_dtype: str = "fp32"
     loss_scale: float | None = None  # fp16; 0 adapts
     whole_steps: bool = False  # by train_batch, where it is on NVMe
+    split: bool = False  # by forwards of the batch of a step, which the engine splits where it is on NVMe
     moments: str = "fp32"
     # What only the NVMe side has.
     backend: str = "auto"
@@ -61,6 +62,7 @@ class Case:
     prefetch: int | str = "auto"
     update: str = "auto"
     schedule: str = "auto"
+    at_once: int | str = "auto"
     master: str = "split"
     cached: float = 0.0  # this part of the state stays in host memory
     gradients_in_memory: int | str = "auto"  # bytes
@@ -141,6 +143,34 @@ CASES = {
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
     "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
+    **{
+        f"host memory, {name}": dataclasses.replace(case, parameters_on="cpu", state_on="cpu", pinned_bytes_max="auto")
+        for name, case in {
+            "plain": Case(evaluate=True),
+            "accumulation and clipping": Case(accumulation=2, clipping=0.5, checkpointing=True),
+            "updated in the step": Case(update="step", persistence_threshold=0, sub_group_size=4096),
+            "updated in forward": Case(update="forward", clipping=1e3, frozen=True, evaluate=True),
+            "updated in backward": Case(update="backward", persistence_threshold=0, sub_group_size=4096),
+            "masters in full": Case(master="full", clipping=0.5),
+            "fp32": Case(bf16=False, sub_group_size=4096),
+            "fp16": Case(bf16=False, loss_scale=0, clipping=0.5),
+            "SGD": Case(optimizer="SGD", clipping=0.5),
+            "Muon": Case(optimizer="Muon", accumulation=2, clipping=0.5),
+            "8-bit moments": Case(moments="8bit", clipping=0.5),
+            "frozen, some resident": Case(frozen=True, update="backward", max_in_cpu=40_000),
+            "vertical": Case(schedule="vertical", accumulation=4, whole_steps=True, clipping=0.5),
+        }.items()
+    },
+    **{
+        f"only the optimizer in host memory, {name}": dataclasses.replace(case, parameters_on="none", state_on="cpu")
+        for name, case in {
+            "clipping": Case(clipping=0.5, accumulation=2, evaluate=True, pinned_bytes_max="auto"),
+            "updated in the step": Case(update="step", frozen=True, pinned_bytes_max="auto", persistence_threshold=0),
+            "updated in backward": Case(update="backward", pinned_bytes_max="auto", sub_group_size=4096),
+        }.items()
+    },
+    "parameters in host memory, the optimizer on NVMe": Case(parameters_on="cpu", clipping=1e3),
+    "parameters on NVMe, the optimizer in host memory": Case(state_on="cpu", clipping=1e3),
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
     "updated in forward": Case(update="forward", evaluate=True),
     "updated in forward, accumulation and clipping": Case(
@@ -245,16 +275,31 @@ CASES = {
                 accumulation=4,
             ),
             "vertical, only the optimizer on NVMe": Case(schedule="vertical", accumulation=2, parameters_on="none"),
+            "two at once": Case(at_once=2, accumulation=4, clipping=1e3, evaluate=True, persistence_threshold=0),
+            "two at once, gradients on NVMe": Case(
+                at_once=2, accumulation=4, gradients_in_memory=0, clipping=0.5, sub_group_size=4096
+            ),
+            "split": Case(split=True, accumulation=4, evaluate=True, persistence_threshold=0),
+            "split, fp16": Case(split=True, accumulation=2, bf16=False, loss_scale=100, clipping=0.5),
+            "split, checkpointing, some frozen": Case(split=True, accumulation=3, checkpointing=True, frozen=True),
             "horizontal": Case(schedule="horizontal", accumulation=2, evaluate=True),
         }.items()
     },
 }
 
 VERTICAL = {
-    f"vertical, {micro_batches} micro-batches, {timing}": Case(
-        schedule="vertical", whole_steps=True, accumulation=micro_batches, evaluate=True, persistence_threshold=0, **how
+    f"{way}, {micro_batches} micro-batches, {timing}": Case(
+        schedule="vertical",
+        whole_steps=True,
+        split=way == "split",
+        at_once=2 if way == "two at once" else "auto",
+        accumulation=micro_batches,
+        evaluate=True,
+        persistence_threshold=0,
+        **how,
     )
-    for micro_batches in (1, 2, 4, 8)
+    for way, numbers in {"vertical": (1, 2, 4, 8, 16), "two at once": (4, 16), "split": (2, 16)}.items()
+    for micro_batches in numbers
     for timing, how in {
         "updated in the step": {"update": "step"},
         "updated in forward": {"update": "forward"},
@@ -317,11 +362,12 @@ class Model(nn.Module):
             self.blocks[1].up.weight.requires_grad_(False)
             self.blocks[2].norm.bias.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, own_loss: bool = False) -> torch.Tensor:
         h = self.embedding(x)
         for block in self.blocks:
             h = block(h)
-        return self.head(h)
+        logits = self.head(h)
+        return loss_fn(logits, x) if own_loss else logits
 
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
@@ -343,6 +389,11 @@ def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def train_step(engine: infinity.Engine, case: Case, step: int, *, in_memory: bool) -> list[float]:
     """A step, and its losses: of each micro-batch, or their mean over all ranks."""
     batches = [batch(step, micro) for micro in range(case.accumulation)]
+    if case.split and not in_memory:
+        loss = engine(torch.cat(batches), own_loss=True)
+        engine.backward(loss)
+        engine.step()
+        return [loss.dim()]
     if case.whole_steps and not in_memory:
         return [engine.train_batch(iter([(x, x) for x in batches]), loss_fn=loss_fn).item()]
     losses = []
@@ -351,6 +402,8 @@ def train_step(engine: infinity.Engine, case: Case, step: int, *, in_memory: boo
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
+    if case.split:
+        return [0]  # theirs is a sum of terms that were divided
     if not case.whole_steps:
         return [loss.item() for loss in losses]
     mean = torch.stack(losses).mean()
@@ -374,7 +427,9 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     """Through `infinity.initialize`; in memory where `nvme_path` is None."""
 
     def offload(device: str) -> dict[str, Any]:
-        return {"device": device, "nvme_path": nvme_path} if nvme_path and device == "nvme" else {"device": "none"}
+        if nvme_path is None:
+            return {"device": "none"}
+        return {"device": device, "nvme_path": nvme_path} if device == "nvme" else {"device": device}
 
     bounds = {
         "stage3_max_live_parameters": case.live,
@@ -389,7 +444,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     )  # not too much for gradients this large
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": case.accumulation,
+        "gradient_accumulation_steps": 1 if case.split and nvme_path else case.accumulation,
         "gradient_clipping": case.clipping,
         "bf16": {"enabled": case.bf16},
         "fp16": {"enabled": case.loss_scale is not None, "loss_scale": case.loss_scale or 0, "initial_scale_power": 24},
@@ -410,6 +465,8 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "backend": case.backend,
             "update": case.update,
             "schedule": case.schedule if nvme_path else "auto",
+            "micro_batches_at_once": case.at_once if nvme_path else "auto",
+            "micro_batches": case.accumulation if case.split and nvme_path else 1,
             "master_weights": case.master,
             "fused": case.fused,
             "moments_dtype": case.moments if nvme_path else "fp32",
@@ -467,6 +524,7 @@ IN_MEMORY = (
         "reduce_dtype",
         "loss_scale",
         "whole_steps",
+        "split",
         "moments",
     ),
 )

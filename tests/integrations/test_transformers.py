@@ -72,6 +72,54 @@ def test_numbers_are_the_plain_trainers_and_a_run_can_be_resumed(run: Any, tmp_p
     assert not list(nvme_path.iterdir())
 
 
+def test_micro_batches_that_take_turns_give_the_plain_trainers_numbers(run: Any, tmp_path: Path) -> None:
+    plain, ours = run("--plain", "--accumulate", "4", output="plain"), run("--split", "--accumulate", "4")
+    assert logged(ours) == logged(plain)
+    assert ours["generated"] == plain["generated"]
+    shutil.rmtree(tmp_path / "output" / "checkpoint-12")
+    assert logged(run("--split", "--accumulate", "4", "--resume")) == logged(ours)
+    on_two = [run(*split, "--accumulate", "2", ranks=2, output="two") for split in (["--split"], [])]
+    assert losses(on_two[0]) == pytest.approx(
+        losses(on_two[1]), rel=1e-5
+    )  # each step has the samples, each rank others
+
+
+class _Doubling(InfinityTrainer):
+    """Computes its loss itself, as TRL's trainers do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss: torch.Tensor = 2 * outputs.loss + 0 * outputs.logits.sum()
+        return loss
+
+
+def test_a_loss_of_a_subclass_is_computed_part_by_part(nvme_path: Path, tmp_path: Path) -> None:
+    norms = []
+    for split in (1, "auto"):
+        config = config_for(nvme_path) | {"infinity": {"micro_batches": split}}
+        settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+        trainer = make_trainer(nvme_path, tmp_path, config=config, kind=_Doubling, **settings)
+        trainer.train()
+        norms.append([line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line])
+        trainer.close()
+    assert norms[0] == norms[1]
+
+
+def test_label_smoothing_is_applied_part_by_part(nvme_path: Path, tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
+    norms = []
+    for split in (1, "auto"):
+        config = config_for(nvme_path) | {"infinity": {"micro_batches": split}}
+        trainer = make_trainer(nvme_path, tmp_path, config=config, logging_steps=1, **settings)
+        trainer.train()
+        norms.append([line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line])
+        trainer.close()
+    assert norms[0] == norms[1]
+    assert len(norms[0]) == 3
+
+
 def test_two_ranks_give_the_plain_trainers_losses(run: Any) -> None:
     exact = ("--max-grad-norm", "1000", "--accumulate", "1")
     ours, plain = run(*exact, ranks=2), run("--plain", *exact, ranks=2, output="plain")
@@ -93,7 +141,13 @@ def test_bf16_trains_under_torchrun(run: Any, torchrun: Any) -> None:
 
 
 def make_trainer(
-    nvme_path: Path, output: Path, *, model: Any = None, config: Any = None, **settings: Any
+    nvme_path: Path,
+    output: Path,
+    *,
+    model: Any = None,
+    config: Any = None,
+    kind: Any = InfinityTrainer,
+    **settings: Any,
 ) -> InfinityTrainer:
     settings = {
         "max_steps": 3,
@@ -111,7 +165,8 @@ def make_trainer(
         **settings,
     )
     data = {"train_dataset": Sentences(64, 1), "eval_dataset": Sentences(16, 2)}
-    return InfinityTrainer(model=model or make_model(), args=arguments, **data)
+    trainer: InfinityTrainer = kind(model=model or make_model(), args=arguments, **data)
+    return trainer
 
 
 def test_what_is_saved_is_what_from_pretrained_loads(nvme_path: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import gc
@@ -22,6 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.runtime import batch_parts
+from infinity.runtime import engine as engine_module
 from infinity.swap.health import Health
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -410,6 +413,251 @@ def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clippi
     assert not list(nvme_path.iterdir())
 
 
+class Another(Model):
+    """The group that is last in module order is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([Block()])
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.first[0](self.embedding(tokens))
+        for block in self.blocks:
+            hidden, _ = block(hidden)
+        return hidden
+
+
+class AroundAllGroups(Model):
+    """The loss comes from more than what enters the last group."""
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        around = self.embedding(tokens).tanh()
+        return super().run(tokens) + around
+
+
+COLLECTED = contextvars.ContextVar[Any]("COLLECTED", default=None)
+
+
+class Collects(Model):
+    """A context variable is set during each forward, as transformers' models do."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        token = COLLECTED.set({})
+        try:
+            return super().forward(tokens)
+        finally:
+            COLLECTED.reset(token)
+
+
+class SharedThrice(EncoderDecoder):
+    """One table for encoder, decoder and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class NestedLast(Nested):
+    wrap = ("NestedBlock", "Experts")
+
+
+MODELS += [Another, AroundAllGroups, NestedLast, Collects, SharedThrice]
+NAMES += ["another order", "around all groups", "nested up to the last", "a context variable", "a weight thrice"]
+AT_ONCE = {"a weight thrice", "nested up to the last", "a dataclass as input", "around all groups"}
+"""Of which all forwards end before a backward begins."""
+
+
+class Mark:
+    """Lives as long as the node of autograd that has it."""
+
+
+class Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, mark: Mark) -> torch.Tensor:
+        ctx.mark = mark
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_what_a_loss_saves_exists_for_one_micro_batch_at_a_time(
+    make: Callable[[], nn.Module], nvme_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living: weakref.WeakSet[Mark] = weakref.WeakSet()
+    counts = []
+
+    def watched(*of: Any) -> torch.Tensor:
+        counts.append(len(living))
+        mark = Mark()
+        living.add(mark)
+        loss: torch.Tensor = Marked.apply(loss_of(*of), mark)
+        return loss
+
+    loss_of = engine_module.loss_in
+    monkeypatch.setattr(engine_module, "loss_in", watched)
+    with start(make, nvme_path, schedule="vertical", accumulation=4) as engine:
+        for _ in range(2):
+            counts.clear()
+            engine.train_batch(batches())
+            assert not living
+        assert counts == ([0, 1, 2, 3] if request.node.callspec.id in AT_ONCE else [0, 0, 0, 0])
+
+
+def in_parts(make: Callable[[], nn.Module], path: Path, *, steps: int = 4, **config: Any) -> tuple[Any, ...]:
+    """As `train`, through an ordinary loop whose batch of a step the engine splits."""
+    with start(make, path, accumulation=1, micro_batches=3, **config) as engine:
+        data, losses = batches(), []
+        for _ in range(steps):
+            loss = engine(torch.cat([next(data) for _ in range(3)]))["loss"]
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        losses.append(engine.eval_batch(batches(9)).item())
+        return losses, weights(engine)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_a_batch_that_is_split_gives_the_bits_of_accumulation(make: Callable[[], nn.Module], nvme_path: Path) -> None:
+    expected, split = train(make, nvme_path, schedule="horizontal"), in_parts(make, nvme_path)
+    assert expected[0][:-1] == pytest.approx(split[0][:-1], rel=1e-6)  # the sum is divided there, the terms are here
+    assert_same((split[0], expected[1]), split)
+
+
+def _looked_at(engine: infinity.Engine, loss: torch.Tensor, tokens: torch.Tensor) -> None:
+    engine.module.state_dict()
+    engine.backward(loss)
+
+
+def _evaluated(engine: infinity.Engine, loss: torch.Tensor, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        engine(tokens)
+    engine.backward(loss)
+
+
+def _another(engine: infinity.Engine, loss: torch.Tensor, tokens: torch.Tensor) -> None:
+    engine(tokens)
+    engine.backward(loss)
+
+
+def _both(engine: infinity.Engine, loss: torch.Tensor, tokens: torch.Tensor) -> None:
+    engine.backward(loss + engine(tokens)["loss"])
+
+
+def _past_the_engine(engine: infinity.Engine, loss: torch.Tensor, tokens: torch.Tensor) -> None:
+    engine.module(tokens)
+    engine.backward(loss)
+
+
+def _scaled(engine: infinity.Engine, loss: torch.Tensor, tokens: torch.Tensor) -> None:
+    engine.backward(2 * loss)
+
+
+BETWEEN = (_looked_at, _evaluated, _another, _both, _past_the_engine, _scaled)
+"""What comes between a split forward and its backward, which refuses then."""
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((torch.zeros(8, 2), torch.zeros(6)), {}, "tensors have 6, 8 rows"),
+        ((torch.zeros(8, 2), [1.0] * 8), {}, "a list of 8 values"),
+        ((), {"x": torch.zeros(8, 2), "y": np.zeros(8)}, "can't split a ndarray"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(args: tuple[Any, ...], kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(infinity.ConfigError, match=words):
+        batch_parts.split(args, kwargs, 4)
+
+
+def test_one_row_or_none_is_not_split() -> None:
+    whole: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((torch.zeros(1, 6), torch.zeros(6)), {}),
+        ((torch.zeros(0, 6),), {}),
+        ((), {"cu_seq_lens": torch.zeros(5), "input_ids": torch.zeros(1, 9)}),
+    ]
+    for args, kwargs in whole:
+        assert len(batch_parts.split(args, kwargs, 4)) == 1
+    first, second = batch_parts.split((torch.arange(3), torch.ones(1)), {"scale": 2.0}, 2)
+    assert [*map(torch.Tensor.tolist, first.args)] == [[0, 1], [1.0]] and first.kwargs == {"scale": 2.0}
+    assert second.args[0].tolist() == [2]
+
+
+def test_an_output_is_of_the_models_own_class() -> None:
+    loss = torch.ones(())
+    made = collections.namedtuple("made", ["logits", "loss"])
+    assert batch_parts.with_loss({"loss": 0, "logits": 1}, loss) == {"loss": loss}
+    assert batch_parts.with_loss(made(1, 2), loss) == made(None, loss)
+    assert batch_parts.with_loss((1, 2), loss) == (loss,)
+    with pytest.raises(TypeError, match="returns a State, which can't be made of a loss alone"):
+        batch_parts.with_loss(State(loss, loss), loss)
+
+
+def test_what_a_batch_that_is_split_refuses(nvme_path: Path) -> None:
+    tokens = next(batches()).repeat(3, 1)
+    with start(Model, nvme_path, accumulation=1, micro_batches=4, clipping=0.3) as engine:
+        before = weights(engine)
+        with pytest.raises(infinity.ConfigError, match="tensors have 5, 6 rows"):
+            engine(tokens, torch.zeros(5))
+        engine.backward(engine(tokens)["loss"])
+        engine.zero_grad()
+        with pytest.raises(infinity.InfinityError, match=r"gradient of 0\.5 instead of 1; pass it to engine\.backward"):
+            engine.backward(engine(tokens)["loss"] / 2)
+        engine.zero_grad()
+        engine(tokens)  # without its backward
+        engine.backward(engine(tokens)["loss"])
+        engine.zero_grad()
+        after = weights(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        engine.backward(engine(tokens[:1])["loss"])  # one row
+        engine.step()
+    for between in BETWEEN:
+        with start(Model, nvme_path, accumulation=1, micro_batches=3, clipping=0.3) as engine:
+            before, loss = weights(engine), engine(tokens)["loss"]
+            for _ in range(2):  # once more: it stays refused
+                with pytest.raises(infinity.InfinityError, match=r"can't go back|are those of a part of the model"):
+                    between(engine, loss, tokens)
+            engine.zero_grad()
+            after = weights(engine)
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            engine.backward(engine(tokens)["loss"])
+            engine.step()
+    with (
+        start(Twice, nvme_path, accumulation=1, micro_batches=2) as engine,
+        pytest.raises(infinity.ConfigError, match=r"blocks\.0 is called twice.*set infinity\.micro_batches to 1"),
+    ):
+        engine(tokens)
+    with pytest.raises(infinity.ConfigError, match=r"micro_batches: got 2 with gradient_accumulation_steps 3"):
+        start(Model, nvme_path, accumulation=3, micro_batches=2)
+
+
+def test_hooks_on_a_tied_weight_see_whole_gradients(nvme_path: Path) -> None:
+    outcomes = []
+    for schedule in ("horizontal", "vertical"):
+        with start(Tied, nvme_path, schedule=schedule) as engine:
+            seen: list[torch.Tensor] = []
+            next(engine.module.parameters()).register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+            engine.train_batch(batches())
+            engine.train_batch(batches())
+            outcomes.append(seen)
+    assert len(outcomes[0]) == 6
+    assert all(map(torch.equal, *outcomes))
+
+
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_some_micro_batches_at_once_give_the_same_bits(make: Callable[[], nn.Module], nvme_path: Path) -> None:
+    common: dict[str, Any] = {"accumulation": 4, "clipping": 1e3}
+    if make is ReentrantWithin:
+        engine = start(make, nvme_path, schedule="vertical", micro_batches_at_once=2, **common)
+        with engine, pytest.raises(infinity.InfinityError, match="use_reentrant=False"):
+            engine.train_batch(batches())
+        return
+    expected = train(make, nvme_path, schedule="horizontal", **common)
+    assert_same(expected, train(make, nvme_path, schedule="vertical", micro_batches_at_once=2, **common))
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -491,12 +739,38 @@ def test_micro_batches_that_would_not_fit_go_one_after_the_other(
     nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     available = itertools.count(1000 << 20, -(400 << 20))  # a block takes 400 MiB; one is left after the second
-    monkeypatch.setattr("infinity.runtime.passes.available_bytes", lambda: next(available))
+    monkeypatch.setattr("infinity.runtime.micro_batches.available_bytes", lambda: next(available))
     with caplog.at_level(logging.INFO, logger="infinity"):
         fallen_back = train(lambda: Model(layers=4), nvme_path)
     said = [record.getMessage() for record in caplog.records if 'is "horizontal" here' in record.getMessage()]
-    assert len(said) == 1 and "would take 800.00 MiB more, and 600.00 MiB are available" in said[0]
+    assert len(said) == 1 and "would take 1.17 GiB; 1000.00 MiB is available" in said[0]
     assert_same(train(lambda: Model(layers=4), nvme_path, schedule="horizontal"), fallen_back)
+
+
+def test_as_many_are_at_once_as_take_no_more_than_plain_pytorch(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> nn.Module:
+        return Model(layers=4)
+
+    plenty = 1 << 40  # of memory; a block takes 600 MiB in the first pass, and all states are less than 1 GiB
+    for schedule, said in (
+        (
+            "auto",
+            "2 of 4 micro-batches at once: what they save for the backward would take 1.76 GiB; 1.00 GiB is what all",
+        ),
+        (
+            "vertical",
+            "4 micro-batches at once: what they save for the backward would take 1.76 GiB; 1.00 GiB is what all",
+        ),
+    ):
+        available = itertools.chain([plenty, plenty - (600 << 20)], itertools.repeat(plenty))
+        monkeypatch.setattr("infinity.runtime.micro_batches.available_bytes", lambda it=available: next(it))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="infinity"):
+            trained = train(model, nvme_path, schedule=schedule, accumulation=4)
+        assert len([record for record in caplog.records if said in record.getMessage()]) == 1
+        assert_same(train(model, nvme_path, schedule="horizontal", accumulation=4), trained)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 16])
