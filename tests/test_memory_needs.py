@@ -50,7 +50,8 @@ def test_shared_parameters_count_once_and_a_meta_model_will_do() -> None:
 def test_stage_two_keeps_all_parameters_gathered() -> None:
     alone, offloaded = needs_of(2, 8 * B, 8 * B, 4, 2, 1.5)
     assert (alone.device_bytes, alone.host_bytes, alone.nvme_bytes) == (16 * B + 16 * B, 0, 0)
-    assert (offloaded.device_bytes, offloaded.host_bytes) == (16 * B, int(1.5 * 4 * 16 * B))
+    shards = 2 * 8 * B // 8
+    assert (offloaded.device_bytes, offloaded.host_bytes) == (16 * B + shards, int(1.5 * 4 * 16 * B))
 
 
 def test_stage_three_holds_two_groups_and_shards_the_rest() -> None:

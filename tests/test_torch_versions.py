@@ -13,7 +13,7 @@ import torch
 
 from infinity import torch_versions
 from infinity.cli.doctor import machine_checks
-from infinity.cli.doctor.findings import Mark, Section
+from infinity.cli.doctor.machine_checks import Mark, Section
 from infinity.torch_versions import ANYWAY, REQUIREMENT, why_too_old, why_untested
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +78,10 @@ def test_an_older_torch_ends_the_import_in_one_sentence(use: str) -> None:
             "FSDPParam.to_sharded",
         ),
         ("import torch.distributed.fsdp._fully_shard._fsdp_param as m; del m.FSDPParam", "FSDPParam"),
-        ("import sys; sys.modules['torch.distributed.fsdp._fully_shard._fsdp_api'] = None", "_fsdp_api"),
+        (
+            "import sys; sys.modules['torch.distributed.fsdp._fully_shard._fsdp_collectives'] = None",
+            "_fsdp_collectives",
+        ),
     ],
 )
 def test_a_torch_that_moved_what_fsdp2_keeps_to_itself_ends_the_import_in_one_sentence(

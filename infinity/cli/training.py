@@ -16,7 +16,6 @@ from infinity.schedule.scheme import (
     Scheme,
     Update,
     choose_update,
-    passes_of,
 )
 
 
@@ -66,7 +65,7 @@ def work_from(options: argparse.Namespace, model: Transformer, *, ranks: int = 1
     update, speculative = choose_update(
         options.update,
         clipping=not options.no_clipping,
-        accumulation=passes_of(options.schedule, options.accumulation),
+        accumulation=1 if options.schedule == "vertical" else options.accumulation,
         loss_scaling=False,
         collective=muon and ranks > 1,
     )

@@ -60,9 +60,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
     Raises ValueError for counts below 1.
     """
-    needs = needs_of(2, int(total_params), int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
-    head = f"Stage 2, {format_count(total_params)} parameters, {_where(num_gpus_per_node, num_nodes)}"
-    _print(head, needs)
+    _print_needs(2, int(total_params), int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -95,13 +93,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
     Raises ValueError for counts below 1.
     """
-    largest = int(largest_layer_params)
-    needs = needs_of(3, int(total_params), largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    head = (
-        f"Stage 3, {format_count(total_params)} parameters, {format_count(largest)} in the largest group, "
-        f"{_where(num_gpus_per_node, num_nodes)}"
+    _print_needs(
+        3, int(total_params), int(largest_layer_params), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
-    _print(head, needs)
 
 
 def needs_of(
@@ -146,18 +140,18 @@ def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int)
     return comfortable_bytes(gather_bytes(group), math.ceil(sub_group))
 
 
-def _where(gpus_per_node: int, nodes: int) -> str:
-    return f"{nodes} node{'s' * (nodes > 1)} with {gpus_per_node} GPU{'s' * (gpus_per_node > 1)} each"
-
-
-def _print(head: str, needs: list[Needs]) -> None:
-    print(f"{head}: parameters, gradients and optimizer state need")
+def _print_needs(
+    stage: int, total_params: int, largest: int, gpus_per_node: int, nodes: int, additional_buffer_factor: float
+) -> None:
+    needs = needs_of(stage, total_params, largest, gpus_per_node, nodes, additional_buffer_factor)
+    group = f", {format_count(largest)} in the largest group" if stage == 3 else ""
+    machines = f"{nodes} node{'s' * (nodes > 1)} with {gpus_per_node} GPU{'s' * (gpus_per_node > 1)} each"
+    print(
+        f"Stage {stage}, {format_count(total_params)} parameters{group}, {machines}: "
+        "parameters, gradients and optimizer state need"
+    )
     print(f"{'host, a node':>14} | {'a GPU':>12} | {'NVMe, a node':>14} | placement")
-    for strategy, device, host, nvme in needs:
+    for strategy, *memory in needs:
+        device, host, nvme = (f"{nbytes / GIB:.2f} GiB" for nbytes in memory)
         placement = f"offload_param={strategy.parameters}, offload_optimizer={strategy.optimizer}"
-        note = "" if strategy.runs else " (not carried out by infinity yet)"
-        print(f"{_gib(host):>14} | {_gib(device):>12} | {_gib(nvme):>14} | {placement}{note}")
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+        print(f"{host:>14} | {device:>12} | {nvme:>14} | {placement}")

@@ -3,8 +3,8 @@
 [Note: Reused buffers]
 Every block that glibc maps for a buffer is cleared page by page when it is first touched, and unmapped when it is dropped. For
 200 M parameters the fp32 buffers of a step's reductions are 1.6 GB, 400 000 minor faults: more time than the copies into them.
-So they come from here and return when the last tensor over them is gone. Nobody has to give one back, and an exception, at
-whatever line, can't lend one twice: what it interrupts is garbage.
+So they come from here and return when the last tensor over them is gone. No caller has to give one back, and an exception,
+at whatever line, can't lend one twice: what it interrupts is garbage.
 
 gloo's own thread lets go of its tensors some time after the collective has returned: milliseconds on an idle machine, more on a
 busy one, and the blocks would be late. So a collective works on tensors over the same memory that are not lent. After one that
@@ -24,25 +24,28 @@ from typing import Any
 import torch
 
 from infinity.fsdp2.private import DefaultAllGather, DefaultReduceScatter
-from infinity.fsdp2.sharding import ShardedGroup, replace_collectives
+from infinity.fsdp2.sharding import ShardedGroup, param_groups_of
 
 
 def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffers:
     """Have the collectives of the groups of a model take their buffers from one store, which is returned.
 
-    alone: whether the model is sharded over one rank. What the user made of a collective stays. The largest group beside the
-    root says what may lie idle: the root's buffers come and go where they are larger.
+    alone: whether the model is sharded over one rank. What the user made of a collective stays. The largest group but
+    the root says what may lie idle: the root's buffers are allocated each time if they are larger.
     """
-    nbytes = {group.name: 4 * sum(parameter.sharded.numel() for parameter in group.parameters) for group in groups}
+    nbytes = {group.name: 4 * sum(parameter.shape.numel() for parameter in group.parameters) for group in groups}
     buffers = ReusedBuffers(3 * max(nbytes[name] for name in nbytes if name != "root" or len(nbytes) == 1))
     gather, reduction = _Gather(buffers), _Reduction(buffers, alone=alone)
-    for group in groups:
-        replace_collectives(group.module, gather, reduction)
+    for param_group in (p for group in groups for p in param_groups_of(group.module)):
+        if type(param_group._all_gather_comm) is DefaultAllGather:
+            param_group._all_gather_comm = gather
+        if type(param_group._reduce_scatter_comm) is DefaultReduceScatter:
+            param_group._reduce_scatter_comm = reduction
     return buffers
 
 
 class ReusedBuffers:
-    """Host memory that is lent as tensors, and comes back when nobody holds them or a view of them any more.
+    """Host memory that is lent as tensors, and comes back when they and all their views are gone.
 
     idle_bytes_max: how much may wait to be lent again; what comes back beyond it is freed.
     """

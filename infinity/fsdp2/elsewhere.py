@@ -17,7 +17,7 @@ class ElsewhereTensor(torch.Tensor):
 
     @abc.abstractmethod
     def materialize(self) -> torch.Tensor:
-        """Its elements as an ordinary tensor of the same shape. Raises InfinityError where nobody may have them."""
+        """Its elements as an ordinary tensor of the same shape. Raises InfinityError if they may not be read."""
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.materialize().numpy(force=force)

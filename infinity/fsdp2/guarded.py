@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -45,21 +45,20 @@ from infinity.fsdp2.private import (
 )
 
 TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
-"""Called over one rank of a CPU before gradients are reduced, with what would only be copied: the sharded parameters, and their
+"""Called with a single CPU rank before gradients are reduced, with what would only be copied: the sharded parameters, and their
 gradients (in their shapes, as autograd left them, not to be changed). Returns those whose gradients it has taken; FSDP2 reduces
 the others."""
 
 
-def guard(model: nn.Module) -> None:
+def guard(model: nn.Module, memory: ReusedMemory) -> None:
     """Set FSDP2's state up for passes through `model`, whether it ran before or not, with the classes of this file.
 
     To be called on the root, once its parameters are those that are trained, and have memory. A model without trained
-    parameters keeps gathered what FSDP2 keeps, from one forward to the next.
+    parameters keeps gathered what FSDP2 keeps, from one forward to the next. `memory`: for what a CPU gathers.
     """
     assert isinstance(model, FSDPModule)
     states = list(dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)))
     keeps_gathered = not any(parameter.requires_grad for parameter in model.parameters())
-    memory = ReusedMemory()
     with outside_inference_mode():
         for state in states:
             state.__class__ = GuardedState
@@ -130,7 +129,7 @@ class GuardedState(FSDPState):
 
     def _root_post_backward_final_callback(self) -> None:
         for group in self._all_groups():
-            if group.reduce_grads and any(grad is not None for grad in group.unreduced()):
+            if group.reduce_grads and group.unreduced():
                 group._training_state = TrainingState.IDLE  # FSDP2 reduces what isn't POST_BACKWARD
         super()._root_post_backward_final_callback()
 
@@ -144,10 +143,16 @@ class GuardedGroup(FSDPParamGroup):
     def begin(self, state: FSDPState, memory: ReusedMemory, *, keeps_gathered: bool) -> None:
         """Nothing of the group was ever gathered; FSDP2 looks at its parameters again. `memory`: for what a CPU gathers."""
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
-        self.before_reduction: Callable[[], object] = bool
+        self.before_reduction: Callable[[], object] = lambda: None
         """Called before gradients are reduced; an exception of it leaves them unreduced."""
         self.take_unreduced: TakeUnreduced | None = None
-        self.after_write: Callable[[], object] = bool
+        self.came_further: Callable[[float], object] | None = None
+        """Called when a gradient came of a gathered parameter: which share of the group's elements has one now."""
+        self._came_numel = 0
+        """Elements of the gathered parameters of which gradients came in this backward."""
+        self._followed: set[Any] = set()
+        """Parameters (FSDP2's) that tell when their gradient came."""
+        self.after_write: Callable[[], object] = lambda: None
         """Called when a gathered parameter was found to be written to."""
         self._forwards = 0
         """Of the group, within another one of it: a method that was registered as a forward may call the forward."""
@@ -162,9 +167,23 @@ class GuardedGroup(FSDPParamGroup):
             parameter.__class__ = GuardedParameter
             cast(GuardedParameter, parameter).begin(memory)
 
-    def unreduced(self) -> list[torch.Tensor | None]:
-        """The gradients of what was ever gathered: as autograd left them, or their sums."""
-        return [getattr(*_unreduced_of(p)) for p in self.fsdp_params if "_unsharded_param" in vars(p)]
+    def unreduced(self) -> dict[Any, tuple[Any, str]]:
+        """The unreduced gradients, by parameter (FSDP2's): the object and attribute that hold one, or the sum of several."""
+        places: dict[Any, tuple[Any, str]] = {}
+        for parameter in self.fsdp_params:
+            held = vars(parameter)
+            if "_unsharded_param" not in held:  # it was never gathered
+                continue
+            if held.get("unsharded_accumulated_grad") is not None:  # from torch 2.15 on `.grad` has the sum
+                places[parameter] = parameter, "unsharded_accumulated_grad"
+            elif parameter._unsharded_param.grad is not None:
+                places[parameter] = parameter._unsharded_param, "grad"
+        return places
+
+    @cached_property
+    def gathered_numel(self) -> int:
+        """Elements of all its parameters, gathered."""
+        return sum(parameter.sharded_param.numel() for parameter in self.fsdp_params)
 
     def check_unwritten(self) -> None:
         """Raise InfinityError where a parameter was written to while it was gathered, once for each such write."""
@@ -201,25 +220,26 @@ class GuardedGroup(FSDPParamGroup):
         return output
 
     def post_backward(self, *unused: Any) -> None:
-        if any(grad is not None for grad in self.unreduced()):
+        self._came_numel = 0
+        if unreduced := self.unreduced():
             self.before_reduction()
-            self._offer_unreduced()
+            self._offer_unreduced(unreduced)
         super().post_backward(*unused)
         state = self._state()
         if state is not None and state._training_state == TrainingState.PRE_BACKWARD:
             state._training_state = TrainingState.IDLE
         self.check_unwritten()
 
-    def _offer_unreduced(self) -> None:
+    def _offer_unreduced(self, unreduced: Mapping[Any, tuple[Any, str]]) -> None:
         if self.take_unreduced is None or not self._reduction_copies():
             return
         offered: dict[nn.Parameter, torch.Tensor] = {}
         places: dict[nn.Parameter, tuple[Any, str]] = {}
-        for parameter in (p for p in self.fsdp_params if "_unsharded_param" in vars(p)):
-            parameter.accumulate_unsharded_grad_if_needed()
-            place = _unreduced_of(parameter)
+        for parameter, place in unreduced.items():
+            if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):  # not from torch 2.15 on
+                parameter.accumulate_unsharded_grad_if_needed()
             grad = getattr(*place)
-            if grad is not None and _is_plain(grad):
+            if _is_plain(grad):
                 places[parameter.sharded_param], offered[parameter.sharded_param] = place, grad
                 setattr(*place, None)  # an exception is to leave none of them for the next backward
         for sharded in offered.keys() - self.take_unreduced(offered):
@@ -248,6 +268,9 @@ class GuardedGroup(FSDPParamGroup):
             if type(gathered) is nn.Parameter:
                 gathered.__class__ = GatheredParameter
                 cast(GatheredParameter, gathered).gathered_name = parameter._param_fqn or "a parameter"
+            if self.came_further is not None and parameter not in self._followed and gathered.requires_grad:
+                self._followed.add(parameter)
+                gathered.register_post_accumulate_grad_hook(partial(_gradient_came, weakref.ref(self)))
             if parameter.sharded_param._backward_hooks and parameter not in self._hooked and gathered.requires_grad:
                 self._hooked.add(parameter)
                 hook_gradients(parameter, gathered)
@@ -269,19 +292,13 @@ class GuardedGroup(FSDPParamGroup):
                 self.after_write()
 
 
-def _unreduced_of(parameter: Any) -> tuple[Any, str]:
-    """The attribute that has a parameter's unreduced gradient, or the sum of several (the same one from torch 2.15 on)."""
-    sums = "unsharded_accumulated_grad"
-    return (parameter, sums) if vars(parameter).get(sums) is not None else (parameter._unsharded_param, "grad")
-
-
 def _is_plain(grad: torch.Tensor) -> bool:
     is_one = type(grad) in (torch.Tensor, nn.Parameter) and grad.is_contiguous() and not grad.is_neg()
     return is_one and grad.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GuardedParameter(FSDPParam):
-    """One of them: see infinity/device/reused_memory.py."""
+    """A parameter of a `GuardedGroup`. On a CPU its gathered memory comes from `ReusedMemory`."""
 
     def begin(self, memory: ReusedMemory) -> None:
         """Nothing of it was ever gathered."""
@@ -304,6 +321,14 @@ class GuardedParameter(FSDPParam):
         for tensor in (*self.all_gather_outputs, *self._unsharded_inner_tensors):
             if not self._memory.free(tensor):
                 free_storage(tensor)
+
+
+def _gradient_came(group: weakref.ref[GuardedGroup], gathered: torch.Tensor) -> None:
+    """Autograd has computed the gradient of a gathered parameter."""
+    alive = group()
+    if alive is not None and alive.came_further is not None:
+        alive._came_numel += gathered.numel()
+        alive.came_further(min(1.0, alive._came_numel / alive.gathered_numel))
 
 
 def _call_hooks(parameter: weakref.ref[Any], grad: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The one place that names what FSDP2 keeps to itself: modules, classes and attributes, looked for at the import.
 
-A torch that moved one of them is told of in a sentence, at the first import, and not by an error in the midst of a step.
+If torch has moved one of them, the first import says so in a sentence, before a step can fail on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from infinity.torch_versions import ANYWAY, REQUIREMENT, TESTED
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -31,13 +30,11 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 __all__ = [
-    "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
     "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
-    "ReduceScatter",
     "TrainingState",
     "collect_grad_tensors",
     "free_storage",
@@ -48,6 +45,7 @@ USED: dict[type, tuple[str, ...]] = {
     FSDPState: (
         *("_state_ctx", "_training_state", "_mp_policy", "_auto_reshard_after_forward", "_is_root", "_lazy_init"),
         *("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
+        "_cast_output_dtype",
     ),
     FSDPStateContext: ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
     FSDPParamGroup: (
@@ -60,12 +58,11 @@ USED: dict[type, tuple[str, ...]] = {
     ),
     FSDPParam: (
         *("_unsharded_param", "sharded_param", "sharded_size", "unsharded_accumulated_grad"),
-        "accumulate_unsharded_grad_if_needed",
         *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor", "all_gather_outputs", "_param_fqn"),
         *("init_all_gather_outputs", "free_unsharded_param", "_unsharded_inner_tensors"),
     ),
 }
-"""What is asked of each class beside what it promises."""
+"""What is asked of each class beyond its public interface."""
 
 
 def moved() -> list[str]:

@@ -82,7 +82,7 @@ def name_parameters(model: nn.Module) -> None:
 
 
 def _check_data(module: nn.Module, args: Any) -> None:
-    """Raise InfinityError where somebody gave a parameter another tensor as its `.data`, which is undone: it has no shard."""
+    """Raise InfinityError if a parameter was given another tensor as its `.data`, and undo that: it has no shard."""
     changed: list[Any] = [p for p in module.parameters() if isinstance(p, ShardedTensor) and p.data_ptr()]
     for parameter in changed:
         parameter.data = _unnamed(parameter)

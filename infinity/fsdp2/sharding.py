@@ -19,7 +19,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.experts import Expert
 from infinity.fsdp2.guarded import TakeUnreduced, set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
-from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter, TrainingState
+from infinity.fsdp2.private import TrainingState
 
 
 def reshard(model: nn.Module) -> None:
@@ -59,7 +59,7 @@ def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> 
 
     [Note: A pass that never ended]
     FSDP2 keeps what a pass has come to in its states and groups, and an exception leaves it there: a group that was running
-    stays gathered, whatever `reshard` is told; the next forward takes itself for a part of the one before, hooks no gradient of
+    stays gathered, also after `reshard`; the next forward takes itself for a part of the one before, hooks no gradient of
     what is gathered already, and the step after it leaves these parameters as they were, without a word. What autograd had
     summed of a group's unsharded gradients would be added to those of the next backward. `reset_iter_state` mends most of it,
     and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
@@ -110,8 +110,9 @@ def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
     for state in shared.all_states:
         if state is root and root_may_run and root._training_state == TrainingState.FORWARD:
             continue
-        if any(holder._training_state != TrainingState.IDLE for holder in (state, *state._fsdp_param_groups)):
-            return True
+        for holder in (state, *state._fsdp_param_groups):
+            if holder._training_state != TrainingState.IDLE:
+                return True
     return False
 
 
@@ -152,47 +153,6 @@ def _guarded_state_dict(
 
 
 @dataclass(frozen=True)
-class ShardedParameter:
-    """A parameter that FSDP2 sharded: every name it has in the model (the first is its own), and its DTensor."""
-
-    names: tuple[str, ...]
-    parameter: nn.Parameter
-    sharded: DTensor
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's shard, without its padding."""
-        return self.sharded._local_tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of this rank's shard. (FSDP2 gives one without elements no rows, and finds it padded then, whatever it is.)"""
-        return self.local.shape if self.sharded.numel() else self.padded_shape
-
-    @property
-    def padded_shape(self) -> torch.Size:
-        """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
-        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size(-1))
-
-
-@dataclass(frozen=True)
-class ShardedGroup:
-    """The parameters of one `fully_shard` call. `gathers`: how often a micro-batch gathers them: for forward and backward, or
-    for forward only where they stay gathered in between."""
-
-    name: str
-    module: FSDPModule
-    parameters: tuple[ShardedParameter, ...]
-    gathers: int
-
-    @property
-    def outline(self) -> GroupOutline:
-        """What can be said of it before it is sharded."""
-        outlines = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
-        return GroupOutline(self.name, tuple(outlines), self.gathers, isinstance(self.module, Expert))
-
-
-@dataclass(frozen=True)
 class ParameterOutline:
     """A parameter's own name, its whole shape, and whether it is trained."""
 
@@ -203,12 +163,21 @@ class ParameterOutline:
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """A group, sharded or about to be. `gathers`: see ShardedGroup. `is_expert`: see experts.py."""
+    """A group, sharded or about to be. `gathers`: how often a micro-batch gathers it: for forward and backward, or for forward
+    only where it stays gathered in between. `is_expert`: see experts.py."""
 
     name: str
     parameters: tuple[ParameterOutline, ...]
     gathers: int
     is_expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedGroup(GroupOutline):
+    """The parameters of one `fully_shard` call. `sharded`: its DTensors, in the order of `parameters`."""
+
+    module: FSDPModule
+    sharded: tuple[Any, ...]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -234,6 +203,13 @@ def in_backward() -> bool:
 def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
     """The shape of one rank's shard, with the padding that makes all ranks' shards alike (dim 0)."""
     return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else torch.Size((1,))
+
+
+def shard_shapes(parameter: DTensor) -> tuple[torch.Size, torch.Size]:
+    """The shape of this rank's shard, without and with its padding. (FSDP2 gives a parameter without elements no rows, and
+    finds its shard padded then.)"""
+    padded = padded_shape(parameter.shape, parameter.device_mesh.size(-1))
+    return parameter._local_tensor.shape if parameter.numel() else padded, padded
 
 
 def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
@@ -267,12 +243,19 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
                 "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
                 "False to fully_shard"
             )
-    members: dict[str, list[ShardedParameter]] = {owner: [] for owner in modules}
+    members: dict[str, dict[ParameterOutline, Any]] = {owner: {} for owner in modules}
     for parameter, names in parameter_names(model).items():
-        owner = owner_of(names[0], modules)
-        members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
+        outline = ParameterOutline(names[0], parameter.shape, parameter.requires_grad)
+        members[owner_of(names[0], modules)][outline] = _checked(names[0], parameter)
     return [
-        ShardedGroup(owner or "root", modules[owner], tuple(group), _gathers(modules[owner], not owner))
+        ShardedGroup(
+            owner or "root",
+            tuple(group),
+            _gathers(modules[owner], not owner),
+            isinstance(modules[owner], Expert),
+            module=modules[owner],
+            sharded=tuple(group.values()),
+        )
         for owner, group in members.items()
         if group
     ]
@@ -289,10 +272,8 @@ def owner_of(name: str, owners: Container[str]) -> str:
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which all groups are gathered: `MixedPrecisionPolicy.param_dtype`, or fp32."""
-    dtypes = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            dtypes.add(module._get_fsdp_state()._mp_policy.param_dtype or torch.float32)
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    dtypes = {state._mp_policy.param_dtype or torch.float32 for state in states}
     if len(dtypes) != 1:
         raise ConfigError(f"all groups must be gathered in one dtype, got {sorted(map(str, dtypes))}")
     return dtypes.pop()
@@ -318,7 +299,7 @@ def is_in_forward(module: nn.Module | FSDPModule) -> bool:
 
 
 def forget_gathered(module: FSDPModule) -> None:
-    """The parameters that were ever gathered of a group have no memory any more, where it was somebody else's. Frees them."""
+    """Free a group, and take from its gathered parameters their memory, which belonged to another owner."""
     module.reshard()
     for group in param_groups_of(module):
         for parameter in group.fsdp_params:
@@ -327,26 +308,27 @@ def forget_gathered(module: FSDPModule) -> None:
                 set_memory(unsharded, torch.empty(0, dtype=unsharded.dtype, device=unsharded.device))
 
 
-def ask_for_unreduced(module: FSDPModule, take: TakeUnreduced) -> None:
-    """Have `take` called with the gradients of a group which FSDP2 would only copy."""
+def has_trained(module: FSDPModule | None) -> bool:
+    """Whether a parameter of its group is trained now."""
+    groups = param_groups_of(module) if module is not None else []
+    return any(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
+
+
+def set_gradient_handlers(
+    module: FSDPModule, take: TakeUnreduced, came_further: Callable[[float], object] | None
+) -> None:
+    """Have `take` called with the gradients of a group that FSDP2 would only copy, and `came_further` with the share of its
+    elements of which autograd has computed the gradient, whenever that grows. Without effect where a module has several groups,
+    whose parameters are sharded over different meshes."""
     groups = param_groups_of(module)
     if len(groups) == 1:
-        groups[0].take_unreduced = take
+        groups[0].take_unreduced, groups[0].came_further = take, came_further
 
 
 def forget_when_written(module: FSDPModule, forget: Callable[[], object]) -> None:
     """Have `forget` called when a gathered parameter of a group was found to be written to."""
     for group in param_groups_of(module):
         group.after_write = forget
-
-
-def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
-    """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
-    for group in param_groups_of(module):
-        if type(group._all_gather_comm) is DefaultAllGather:
-            group._all_gather_comm = gather
-        if type(group._reduce_scatter_comm) is DefaultReduceScatter:
-            group._reduce_scatter_comm = reduction
 
 
 def _apply_unless_it_converts(
@@ -366,8 +348,8 @@ def _apply_unless_it_converts(
 
 def _gathers(module: FSDPModule, root: bool) -> int:
     """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
-    state = module._get_fsdp_state()
     stays = all(group.post_forward_mesh_info is None for group in param_groups_of(module))
+    state = module._get_fsdp_state()
     root_stays = root and getattr(state, "_auto_reshard_after_forward", True)  # always in older torch
     return 1 if stays or root_stays else 2
 
@@ -378,26 +360,25 @@ def reshards_to_fewer_ranks(module: FSDPModule) -> bool:
 
 
 def param_groups_of(module: FSDPModule) -> list[Any]:
-    groups = module._get_fsdp_state()._fsdp_param_groups
-    return [group for group in groups if group is not None]
+    """FSDP2's groups of a module's parameters, one for each mesh that they are sharded over."""
+    return module._get_fsdp_state()._fsdp_param_groups
 
 
 def _checked(name: str, parameter: nn.Parameter) -> DTensor:
-    data = parameter.data
-    if not isinstance(data, DTensor):
+    if not isinstance(parameter, DTensor):
         raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
-    if data.placements not in ((Shard(0),), (Replicate(), Shard(0))):
+    if parameter.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
-            f"parameter {name} is placed {data.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
+            f"parameter {name} is placed {parameter.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
         )
-    if parameter.requires_grad and not data.numel():
+    if parameter.requires_grad and not parameter.numel():
         raise ConfigError(
             f"parameter {name} has no elements, and FSDP2 can't reduce its gradient: freeze it (requires_grad_(False)), as no "
             "update changes it"
         )
-    if data.dtype != torch.float32:
+    if parameter.dtype != torch.float32:
         raise ConfigError(
-            f"parameter {name} is {data.dtype}: page fp32 masters and let MixedPrecisionPolicy(param_dtype=...) choose the "
-            "dtype of compute"
+            f"parameter {name} is {parameter.dtype}: page fp32 masters and let MixedPrecisionPolicy(param_dtype=...) choose "
+            "the dtype of compute"
         )
-    return data
+    return parameter

@@ -146,7 +146,7 @@ class _Thread:
             self._pool.try_lease(self._lease_bytes[group])
             self._states[group] = _State.STAGED
         elif group in self._staged:
-            del self._staged[group]
+            self._staged.discard(group)
         self._filling = group
         return True
 
@@ -163,7 +163,7 @@ class _Thread:
 
     def _drop(self, unit: int) -> None:
         if unit in self._staged:
-            del self._staged[unit]
+            self._staged.discard(unit)
         self._states[unit] = _State.ON_NVME
         self._pool.give_back(self._lease_bytes[unit])
 
@@ -215,7 +215,7 @@ class _Thread:
         """The unit of item `place` is in use from now on."""
         unit = self._units[place]
         if unit in self._staged:
-            del self._staged[unit]
+            self._staged.discard(unit)
         self._states[unit] = _State.IN_USE
         self._uses[unit].popleft()
         if unit == self._filling:

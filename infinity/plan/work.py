@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
-from infinity.schedule.scheme import ADAM_MOMENTS, Schedule, Scheme, passes_of
+from infinity.schedule.scheme import ADAM_MOMENTS, Schedule, Scheme, is_left_to_forward
 from infinity.schedule.spilling import (
     BUFFER_BYTES_DEFAULT,
     BUFFER_SHARES,
@@ -15,7 +15,6 @@ from infinity.schedule.spilling import (
     gradient_itemsize,
     groups_that_spill,
 )
-from infinity.schedule.update_timing import is_left_to_forward
 from infinity.units import align_up
 
 DEFAULT_SCHEME = Scheme()
@@ -79,7 +78,7 @@ class Work:
     @property
     def passes(self) -> int:
         """Forwards of a step, each with as many micro-batches at once as there are left."""
-        return passes_of(self.schedule, self.micro_batches)
+        return 1 if self.schedule == "vertical" else self.micro_batches
 
     @property
     def micro_batches_at_once(self) -> int:

@@ -18,14 +18,13 @@ from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.sharding import local_of
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.runtime.checkpoints import Checkpoints
-from infinity.runtime.gradient_norm import Scalar
 from infinity.runtime.in_memory import Storage
-from infinity.runtime.loss_scale import LossScale
+from infinity.runtime.loss_scale import LossScale, Scalar
 from infinity.runtime.monitors import Event, Monitors, events_of_step
 from infinity.runtime.observe import EngineStats, StepMeter, StepProgress
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
-from infinity.swap.taken_gradient import RefusingGradient
+from infinity.swap.gradient_lap import RefusingGradient
 from infinity.swap.timeline import Timeline
 
 E = TypeVar("E", bound="DeepSpeedSurface")
@@ -165,7 +164,7 @@ class DeepSpeedSurface:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def swap_stats(self) -> SwapStats | None:
-        """Counters of the swap manager since the start; None where nothing rests on NVMe."""
+        """Counters of the swap manager since the start; None if nothing is offloaded."""
         return self._storage.stats()
 
     @property
@@ -212,7 +211,7 @@ class DeepSpeedSurface:
     def start_trace(self) -> None:
         """Note from now on what this rank's training thread and drives do when, until `stop_trace`: see docs/timeline.md.
 
-        Waits until the drives rest. Raises InfinityError when a trace runs already, or where nothing rests on NVMe.
+        Waits until the drives rest. Raises InfinityError when a trace runs already, or if nothing is offloaded.
         """
         self._storage.start_trace()
 
@@ -233,7 +232,7 @@ class DeepSpeedSurface:
         with what saved activations moved in the last one.
         """
         gathers = self.live.gathers if self.live is not None else None
-        read, written = self._storage.step_bytes(micro_batches=self._resolved.backwards_per_step, gathers=gathers)
+        read, written = self._storage.step_bytes(micro_batches=self.config.passes, gathers=gathers)
         saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
         drives = DriveSpeed(read_bytes_per_s, write_bytes_per_s)
         return max(compute_seconds, drives.lower_bound_seconds(read + saved_read, written + saved_written))

@@ -76,8 +76,8 @@ def initialize(
         model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place. All ranks
             build it alike; the values of its parameters and buffers are those of rank 0.
         optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
-            the config's. Without either, the model can be run, not trained. With NVMe it is Adam, AdamW, SGD or another one
-            that updates each element by itself, and another object takes its place; else it is kept.
+            the config's. Without either, the model can be run, not trained. With offload (cpu or nvme) it is Adam, AdamW, SGD
+            or another one that updates each element by itself, and another object takes its place; else it is kept.
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned, each rank's share in an order that is drawn with seed 0
             (`loader.sampler.set_epoch(n)` draws another).
@@ -181,10 +181,10 @@ def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, 
     config = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **auto)
     check_monitors(config)
     stepper = early = None
-    if config.uses_nvme:
+    if config.offloads:
         optimizer = early = make_early(model, optimizer, parameters)
     groups = trained_names(model, parameters, optimizer)
-    if config.uses_nvme:
+    if config.offloads:
         stepper = stepper_for(config, early, groups)
         check_moments_dtype(config, stepper)
     if optimizer is None and isinstance(config.optimizer, MuonConfig):

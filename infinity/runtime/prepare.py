@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.activations.saved_tensors import Activations, make_activations
 from infinity.config import Config
+from infinity.device import ReusedMemory
 from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError, StoreError
 from infinity.fsdp2.adapters import check_adapters, left_to_model
@@ -39,7 +40,7 @@ from infinity.runtime.resolved import Resolved, compute_device
 from infinity.schedule.scheme import late_update
 from infinity.store.durable import DurableRun
 from infinity.swap import SwapManager
-from infinity.swap.speculation import second_slot_bytes
+from infinity.swap.options import second_slot_bytes
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -121,7 +122,7 @@ def shard_and_page(
     weights: str | os.PathLike[str] | None,
     undo: ExitStack,
 ) -> tuple[Resolved, SwapManager | None, LiveParameters | None, Activations | None]:
-    """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
+    """fully_shard each group and the root; hand what is offloaded to a swap manager; set what stays gathered.
 
     What can be known to be too small is refused before the model is sharded, which can't be undone. Returns `resolved` with the
     update timing that there is room for.
@@ -153,10 +154,10 @@ def shard_and_page(
     if swap is not None:
         paging = swap.page(model, resolved.paging, weights=weights)
         notes += swap.notes
-        if paging.options.speculative and run is None:
-            second = format_bytes(second_slot_bytes(paging.paged.layout, paging.options))
+        second = second_slot_bytes(paging.paged.layout, paging.options)
+        if second and run is None:
             notes.append(
-                f"updates are made in the backward, ahead of the step, in {second} more on NVMe (infinity.update)"
+                f"updates are made in the backward, ahead of the step, in {format_bytes(second)} more on NVMe (infinity.update)"
             )
     else:
         name_parameters(model)
@@ -164,7 +165,7 @@ def shard_and_page(
         register_fsdp_forward_method(model, "generate")
     live = None
     if resolved.config.zero_optimization.stage >= 3:
-        passes = resolved.backwards_per_step
+        passes = resolved.config.passes
         live = LiveParameters(outline, resolved.live, micro_batches=passes, ranks=resolved.shard_ranks)
         notes += live.notes
         if swap is not None and swap.paging.parameters.ahead is not None:
@@ -233,7 +234,6 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
             module,
             mesh=mesh,
             mp_policy=resolved.mixed_precision,
-            offload_policy=resolved.offload_policy,
             reshard_after_forward=reshard_after_forward,
         )
         if resolved.paging is not None and mesh.device_type != "cpu":
@@ -252,7 +252,8 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
 
 def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:
     zero, infinity = config.zero_optimization, config.infinity
-    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
+    place = "nvme" if config.uses_nvme else "cpu"
+    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == place]
     return SwapManager(
         config.nvme_paths,
         pinned_bytes_max=infinity.pinned_bytes_max,
@@ -283,7 +284,7 @@ def give_values(
     else:
         blank = meta_parameters(model)
         if blank:
-            _allocate(model, resolved.resting_device)
+            _allocate(model, compute_device())
     if unpaged_state is not None:
         initialize_values(model, set(), device, init_fn, frozenset(unpaged_state["buffers"]))
     elif blank and weights is None:
@@ -295,7 +296,7 @@ def give_values(
         foreign = swap.paged.foreign_names if swap is not None else frozenset()
         load_weights(model, weights, but=foreign | left.drawn | left.have_values)
     if swap is None:
-        guard(model)
+        guard(model, ReusedMemory())
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.activations.saved_tensors import ActivationOptions
 from infinity.config import Config, ZeroConfig
@@ -20,7 +20,7 @@ from infinity.device import why_slow
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.optim.muon import MATRIX_MOMENTS
-from infinity.schedule.scheme import MOMENT_BYTES_OF, choose_update, passes_of, state_bytes
+from infinity.schedule.scheme import MOMENT_BYTES_OF, choose_update, state_bytes
 from infinity.schedule.spilling import gradient_itemsize
 from infinity.swap.options import MOMENT_DTYPES, PagingOptions
 
@@ -44,8 +44,6 @@ class Resolved:
 
     # How the model is sharded.
 
-    offload_policy: OffloadPolicy
-    """Where FSDP2 keeps what does not rest on NVMe."""
     shard_ranks: int
     """Over how many ranks each copy of the model is sharded: a divisor of all."""
     reshard_after_forward: bool | int
@@ -60,23 +58,13 @@ class Resolved:
     # Where it rests.
 
     paging: PagingOptions | None
-    """How what rests on NVMe is paged; None where nothing does."""
+    """How infinity pages what is in host memory or on NVMe; None if nothing is."""
     run_name: str | None
     """Of a durable run, whose steps are committed; None where nothing of a run stays."""
     activations: ActivationOptions
 
     notes: tuple[str, ...]
     """What the config asks for that comes out otherwise than its words, a line each."""
-
-    @property
-    def backwards_per_step(self) -> int:
-        """How many backward passes a step has, if it has as many as it may."""
-        return passes_of(self.schedule, self.config.batch.accumulation)
-
-    @property
-    def resting_device(self) -> torch.device:
-        """Where the shards are that do not rest on NVMe."""
-        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else compute_device()
 
     @property
     def updates_in_backward(self) -> bool:
@@ -109,16 +97,16 @@ def resolve(
     shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
     second_ranks = zero.zero_hpz_partition_size
     has_second_sharding = zero.stage >= 3 and 1 < second_ranks < shard_ranks
-    if has_second_sharding and config.uses_nvme:
+    if has_second_sharding and config.offloads:
         raise ConfigError(
             "zero_hpz_partition_size keeps a second sharding of the parameters in the memory of the device, which is not "
-            "paged: leave it out, or leave parameters and optimizer state off NVMe"
+            "paged: leave it out, or leave offload_param and offload_optimizer at none"
         )
     _check_one_arena(zero)
-    if infinity.moments_dtype != "fp32" and not config.uses_nvme:
+    if infinity.moments_dtype != "fp32" and not config.offloads:
         raise ConfigError(
-            f"infinity.moments_dtype {infinity.moments_dtype} is for optimizer state that infinity steps: put it on NVMe "
-            "(offload_optimizer), or leave moments_dtype out"
+            f"infinity.moments_dtype {infinity.moments_dtype} is for optimizer state that infinity steps: set "
+            "offload_optimizer to nvme or cpu, or leave moments_dtype out"
         )
     compute_dtype = _compute_dtype(config)
     return Resolved(
@@ -129,16 +117,15 @@ def resolve(
             reduce_dtype=torch.float32 if infinity.reduce_dtype == "fp32" else torch.bfloat16,
         ),
         trains=trains,
-        offload_policy=_offload_policy(config, device_type),
         shard_ranks=shard_ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         schedule=infinity.schedule,
         wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        paging=_paging_options(config, ranks, shard_ranks, numel, moments, matrices) if config.uses_nvme else None,
+        paging=_paging_options(config, ranks, shard_ranks, numel, moments, matrices) if config.offloads else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
-        notes=tuple(_notes(zero, shard_ranks, device_type, compute_dtype)),
+        notes=tuple(_notes(config, shard_ranks, device_type, compute_dtype)),
     )
 
 
@@ -182,15 +169,6 @@ def _compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
-def _offload_policy(config: Config, device_type: str) -> OffloadPolicy:
-    """Host memory for what the config sends to the cpu: masters, gradients and state, which FSDP2 keeps in one place."""
-    zero = config.zero_optimization
-    on_host = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "cpu"]
-    if device_type == "cpu" or config.uses_nvme or not on_host:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
-
-
 def _paging_options(
     config: Config,
     ranks: int,
@@ -202,10 +180,13 @@ def _paging_options(
     zero, infinity = config.zero_optimization, config.infinity
     activations = infinity.offload_activations
     prefetch = zero.stage3_prefetch_bucket_size
+    gradient_bytes_max = None
+    if infinity.gradient_bytes_max != "auto" and config.uses_nvme:  # host memory has them all otherwise
+        gradient_bytes_max = infinity.gradient_bytes_max
     update, speculative = choose_update(
         infinity.update,
         clipping=config.gradient_clipping > 0,
-        accumulation=passes_of(infinity.schedule, config.batch.accumulation),
+        accumulation=config.passes,
         loss_scaling=config.fp16.enabled,
         keep_grad=infinity.keep_grad,
         collective=bool(matrices) and shard_ranks > 1,
@@ -222,8 +203,9 @@ def _paging_options(
         master_weights=infinity.master_weights,
         hold_parameters=zero.offload_param.device != "nvme",
         hold_state=zero.offload_optimizer.device != "nvme",
+        keep_on_device=zero.offload_param.device == "none" and not config.uses_nvme,
         gradient_dtype=_gradient_dtype(config, ranks),
-        gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
+        gradient_bytes_max=gradient_bytes_max,
         activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
         moments_dtype=MOMENT_DTYPES[infinity.moments_dtype],
@@ -248,7 +230,7 @@ def _gradient_dtype(config: Config, ranks: int) -> torch.dtype:
     dtype, reduced_in_16_bits = _compute_dtype(config), config.infinity.reduce_dtype == "bf16"
     itemsize = gradient_itemsize(
         ranks=ranks,
-        micro_batches=config.batch.accumulation,
+        micro_batches=config.batch.accumulation * config.infinity.micro_batches,
         reduced_in_16_bits=reduced_in_16_bits,
         computed_in_16_bits=dtype.itemsize == 2,
     )
@@ -269,7 +251,8 @@ def _activation_options(config: Config) -> ActivationOptions:
     )
 
 
-def _notes(zero: ZeroConfig, shard_ranks: int, device_type: str, compute_dtype: torch.dtype) -> Iterator[str]:
+def _notes(config: Config, shard_ranks: int, device_type: str, compute_dtype: torch.dtype) -> Iterator[str]:
+    zero, infinity = config.zero_optimization, config.infinity
     if zero.stage in (0, 1) and shard_ranks > 1:
         yield (
             f"zero_optimization.stage {zero.stage} is carried out as stage 2: gradients and optimizer state are sharded too, "
@@ -277,7 +260,12 @@ def _notes(zero: ZeroConfig, shard_ranks: int, device_type: str, compute_dtype: 
         )
     if zero.offload_optimizer.ratio < 1 and zero.offload_optimizer.device != "nvme":
         yield "offload_optimizer.ratio has no effect here: only with device nvme does a part of the state stay in host memory"
-    if "cpu" in (zero.offload_param.device, zero.offload_optimizer.device) and device_type == "cpu":
-        yield "offload to cpu has no effect here: the CPU is the device that computes"
+    bounds = {
+        "host_cache_bytes": infinity.host_cache_bytes > 0,
+        "gradient_bytes_max": infinity.gradient_bytes_max != "auto",
+    }
+    if config.offloads and not config.uses_nvme and any(bounds.values()):
+        without = " and ".join(f"infinity.{name}" for name, is_set in bounds.items() if is_set)
+        yield f"{without} without effect here: host memory holds everything, as nothing is on NVMe"
     if device_type == "cpu" and (why := why_slow(compute_dtype)) is not None:
         yield f'{why}; with "enabled": false in its block the model computes in fp32'

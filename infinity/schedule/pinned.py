@@ -50,6 +50,9 @@ MEMORY_SHARE = 1 / 4
 SUB_GROUP_NUMEL_DEFAULT = 4 << 20
 """Elements: 56 MiB of state with 16-bit compute parameters, long past the size where a drive is at its limit."""
 
+SUB_GROUP_NUMEL_IN_MEMORY = 64 << 20
+"""Elements, if host memory holds all of the state: nothing is read ahead, and each sub-group costs some Python."""
+
 
 @dataclass(frozen=True)
 class PinnedBudget:

@@ -1,5 +1,5 @@
 """Readahead: the units that should be staged, given the uses that come and the bytes that may be held; the next one to read,
-and the first one to drop.
+and the first one to drop; and the trace, in which the uses that come are learnt.
 
 A unit is anything that is staged as a whole and can be a key: a chunk in the product, a number in the simulator. The units to
 stage are the next distinct ones, soonest first, for as long as their bytes fit. The next one is always among them. The first
@@ -14,23 +14,7 @@ for the group that fits in part only (a group is gathered from one piece of memo
 [Note: As early as the bytes allow]
 Reads start in the order of need, each as soon as its bytes fit. Bandwidth and compute times say when a read has to start at the
 latest; the bytes that may be held say when it can start at the earliest. Waiting in between gains nothing: empty room serves
-no use, and an idle drive delays all that comes after. So the times are needed to predict a stall (simulator.py), not to decide.
-
-  No way to order and to time the reads lets any use begin earlier: (1) where all groups have the same size; (2) for any sizes,
-  if it has the largest group's bytes less to hold, even if it may read them in pieces, by turns.
-
-Proof. Let S be another way, and look at the first use i that begins earlier in S than with us. All before it begin with us no
-later than in S, so at every moment up to then we have freed all that S has. Go back from the end of our read of i to the last
-moment t at which our drive was idle; from t on it read q, ..., i without a pause. If t is the beginning, S can't have read
-the groups up to i before us. If not, q didn't fit just before t: it and what we held of the groups before it were more than L
-bytes. (1) So we held as many groups as anybody may hold; of those up to i, S has begun to read no more than we have, needs as
-long for the others, and is not earlier. (2) We held more than L less q, at least what S may hold; so S has read no more bytes
-of the groups up to i than we have, and is not earlier. (The next group alone may exceed the bound, in S as with us.) ∎
-
-With sizes that differ there can be another order that is on time where this one isn't: a large group first, for which there is
-room now, and the small one that is needed before it later, when there would have been no room for the large one any more.
-Finding it is a knapsack problem; by (2) all it can gain is what one group more of look-ahead gains too, and the pool has more
-room than that (pinned.py). tests/schedule/test_readahead.py compares with all orders and times of small steps.
+no use, and an idle drive delays all that comes after. The proof: docs/decisions/39-reads-start-as-early-as-the-bytes-allow.md.
 
 [Note: What makes room]
 Cheapest first. A unit that nothing comes for is dropped, oldest first: it will not be read again. Then writes in flight are
@@ -48,10 +32,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter, le
 from typing import Any, Generic, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -91,8 +77,10 @@ class LookAhead(Generic[Unit]):
     """
 
     def __init__(self, coming: Iterator[Use[Unit]], *limits: Limit) -> None:
-        self._coming, self._limits = coming, limits
-        self._chosen_bytes = [0] * len(limits)
+        self._coming = coming
+        self._unit_bytes = [unit_bytes for unit_bytes, _ in limits]
+        self._left = [bytes_max for _, bytes_max in limits]
+        """By limit: what the chosen units leave of it. Negative where they are too large."""
         self._sequence: deque[Use[Unit]] = deque()
         """The part of the sequence that is chosen, numbered from `_first` on."""
         self._first = 0
@@ -145,11 +133,11 @@ class LookAhead(Generic[Unit]):
     def fit(self) -> list[Unit]:
         """Choose as much as the limits allow. Returns the units that were chosen or given up, or are needed at another moment,
         since the last call."""
-        while len(self._uses) > 1 and not self._fits(None):
+        while len(self._uses) > 1 and min(self._left, default=0) < 0:
             self._given_up.append(self._sequence.pop())
             self._drop(self._given_up[-1], -1)
         while (use := self._next()) is not None:
-            if not self._fits(use.unit):
+            if self._uses and use.unit not in self._uses and not self._fits(use.unit):
                 self._given_up.append(use)
                 break
             self._sequence.append(use)
@@ -164,14 +152,9 @@ class LookAhead(Generic[Unit]):
                 return use
         return None
 
-    def _fits(self, unit: Unit | None) -> bool:
-        """Whether the chosen units fit, together with `unit` if one is given."""
-        if unit is not None and (unit in self._uses or not self._uses):
-            return True
-        for chosen, (unit_bytes, bytes_max) in zip(self._chosen_bytes, self._limits, strict=True):
-            if chosen + (0 if unit is None else unit_bytes[unit]) > bytes_max:
-                return False
-        return True
+    def _fits(self, unit: Unit) -> bool:
+        """Whether a unit fits besides those that are chosen."""
+        return all(map(le, map(itemgetter(unit), self._unit_bytes), self._left))
 
     def _take(self, use: Use[Unit], number: int, *, front: bool) -> None:
         use.number = number
@@ -207,23 +190,20 @@ class LookAhead(Generic[Unit]):
             self._count(unit, -1)
 
     def _count(self, unit: Unit, sign: int) -> None:
-        for number, (unit_bytes, _) in enumerate(self._limits):
-            self._chosen_bytes[number] += sign * unit_bytes[unit]
+        for number, unit_bytes in enumerate(self._unit_bytes):
+            self._left[number] -= sign * unit_bytes[unit]
         self._changed[unit] = None
 
 
 class Eviction(Generic[Unit]):
     """The units that may be dropped, and their order: see [Note: What makes room]. Decides; drops nothing itself.
 
-    leaves_room: whether a unit leaves room when it is dropped; one that doesn't is never told to.
-
     `needed` says when a unit is needed next: the smaller, the sooner; None where nothing comes for it. No two units are needed
     at the same moment. Each call costs the logarithm of the units: a heap entry counts only while it agrees with its unit, so
     that nothing has to be searched when a unit leaves or is needed at another moment.
     """
 
-    def __init__(self, leaves_room: Callable[[Unit], bool] = lambda unit: True) -> None:
-        self._leaves_room = leaves_room
+    def __init__(self) -> None:
         self._staged: dict[Unit, tuple[int, int | None]] = {}
         """By unit, oldest first: its number in that order, and when it is needed."""
         self._unwanted: list[tuple[int, Unit]] = []
@@ -248,9 +228,9 @@ class Eviction(Generic[Unit]):
         if unit in self._staged:
             self.add(unit, self._staged[unit][1])
 
-    def __delitem__(self, unit: Unit) -> None:
-        """The unit was dropped, or is in use."""
-        del self._staged[unit]
+    def discard(self, unit: Unit) -> None:
+        """The unit was dropped, or is in use. Nothing to do where it isn't staged."""
+        self._staged.pop(unit, None)
 
     def need(self, unit: Unit, needed: int | None) -> None:
         """The unit is needed at another moment now. Nothing to do where it isn't staged."""
@@ -268,7 +248,7 @@ class Eviction(Generic[Unit]):
         unit = self.oldest_unwanted()
         if unit is None and not writes_in_flight:
             unit = self._last_wanted()
-            if unit is None and any(map(self._leaves_room, self._staged)):
+            if unit is None and self._staged:
                 self._fill()  # an exception came between a change and its entry
                 return self.victim(writes_in_flight=False)
         return unit
@@ -299,8 +279,6 @@ class Eviction(Generic[Unit]):
 
     def _push(self, unit: Unit) -> None:
         age, needed = self._staged[unit]
-        if not self._leaves_room(unit):
-            return
         if needed is None:
             heapq.heappush(self._unwanted, (age, unit))
         else:
@@ -310,7 +288,7 @@ class Eviction(Generic[Unit]):
 
     def _fill(self) -> None:
         """Build all entries again."""
-        staged = [(unit, entry) for unit, entry in self._staged.items() if self._leaves_room(unit)]
+        staged = self._staged.items()
         self._unwanted = [(age, unit) for unit, (age, needed) in staged if needed is None]
         self._wanted = [(-needed, age, unit) for unit, (age, needed) in staged if needed is not None]
         heapq.heapify(self._unwanted)
@@ -322,17 +300,15 @@ class ReadAhead(Generic[Unit]):
     """The units that are staged or wanted, the next one to read and the first one to drop. Decides; reads and drops nothing.
 
     Args:
-        is_on_nvme: whether a unit can be read, and isn't staged.
-        leaves_room: as for `Eviction`.
+        held: the units that have memory, and so are not to be read.
+        readable: the type of those that can be read. Units of other types stand for room alone.
     """
 
-    def __init__(
-        self, is_on_nvme: Callable[[Unit], bool], leaves_room: Callable[[Unit], bool] = lambda unit: True
-    ) -> None:
-        self.staged: Eviction[Unit] = Eviction(leaves_room)
+    def __init__(self, held: Container[Unit], readable: type) -> None:
+        self.staged: Eviction[Unit] = Eviction()
         """The units that may be dropped."""
         self.following: LookAhead[Unit] = LookAhead(iter(()))
-        self._is_on_nvme = is_on_nvme
+        self._held, self._readable = held, readable
         self._stay: Collection[Unit] = ()
         self._to_read: list[tuple[int, int, Unit]] = []
         """A heap of (when it is needed, number, unit). The numbers are unique, so that no units are compared."""
@@ -356,10 +332,10 @@ class ReadAhead(Generic[Unit]):
     def fit(self) -> None:
         """Choose again, after a change to `following`."""
         for unit in self.following.fit():
-            if self._is_on_nvme(unit):
-                self.unstage(unit)
-            else:
+            if unit in self._held:
                 self.staged.need(unit, self.needed(unit))
+            elif isinstance(unit, self._readable):
+                self.unstage(unit)
 
     def stage(self, unit: Unit) -> None:
         """A unit is staged, or will be: it may be dropped."""
@@ -380,7 +356,7 @@ class ReadAhead(Generic[Unit]):
         try:
             while self._to_read:
                 needed, _, unit = self._to_read[0]
-                agrees = self._is_on_nvme(unit) and self.needed(unit) == needed
+                agrees = unit not in self._held and self.needed(unit) == needed
                 if agrees and needed >= reached:
                     reached = needed
                     yield unit
@@ -396,7 +372,7 @@ class ReadAhead(Generic[Unit]):
         entries = [
             (needed, next(self._numbers), unit)
             for unit in units
-            if self._is_on_nvme(unit) and (needed := self.needed(unit)) is not None
+            if isinstance(unit, self._readable) and unit not in self._held and (needed := self.needed(unit)) is not None
         ]
         heapq.heapify(entries)
         self._to_read, self._compact_at = entries, 64 + 2 * len(entries)
@@ -478,3 +454,88 @@ def _read_in_cycle(
         if unit not in ahead:
             stayed.discard(unit)
     return total, stayed
+
+
+class Trace(Generic[Unit]):
+    """The order of uses of one phase (training, or evaluation), as a cycle of units.
+
+    A cycle is recorded while the one before it is followed. A use that was not expected moves the place in the followed
+    cycle to the next such use, if there is one, and is otherwise only recorded: prediction is an accelerator, never a
+    condition. The recorded cycle becomes the followed one at its end, so the trace heals itself within one cycle. Only a cycle
+    that `interrupt` excuses counts as an exception, until a second one is like it.
+    """
+
+    def __init__(self) -> None:
+        self.cycle: tuple[Unit, ...] = ()
+        """The order that is followed; empty until one is known."""
+        self.place = 0
+        """The number of its uses that are over."""
+        self.mispredictions = 0
+        """Uses that came when another was expected (or none), since the first cycle was complete."""
+        self._places: dict[Unit, list[int]] = {}
+        """The places of each unit in the cycle."""
+        self._recorded: list[Unit] = []
+        self._before: tuple[Unit, ...] = ()
+        self._used: set[Unit] = set()
+        self._mispredicted = False
+        self._excused = 0
+
+    def used(self, group: Unit) -> bool:
+        """Whether `group` was used in the cycle that is going on."""
+        return group in self._used
+
+    def use(self, group: Unit) -> None:
+        """Group `group` is used now."""
+        self._recorded.append(group)
+        self._used.add(group)
+        if not self.cycle:
+            return
+        places = self._places.get(group, [])
+        later = bisect_left(places, self.place)
+        place = places[later] if later < len(places) else None
+        if place != self.place:
+            self._mispredicted = True
+            self.mispredictions += 1
+        if place is not None:  # else not expected in the rest of this cycle: stay, the next use may fit again
+            self.place = place + 1
+
+    def interrupt(self) -> None:
+        """Something else came in between: this cycle may differ for that reason, and the next one from this."""
+        self._excused = 2
+
+    def restart(self) -> None:
+        """An exception ended this cycle: it begins again, and may differ for that reason, and the next one from it."""
+        self._recorded, self._used, self.place, self._mispredicted = [], set(), 0, False
+        self.interrupt()
+
+    def end_cycle(self) -> bool:
+        """The cycle is over (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
+
+        Returns whether it went another way than the ones before it, for no reason that `interrupt` told.
+        """
+        if not self._recorded:
+            return False
+        if self.place < len(self.cycle):
+            self._mispredicted = True
+            self.mispredictions += 1
+        recorded, excused = tuple(self._recorded), self._excused > 0
+        new = recorded != self._before
+        unexcused = self._mispredicted and new and not excused
+        if not (self.cycle and new and excused):
+            self.cycle, self._places = recorded, {}
+            for place, group in enumerate(recorded):
+                self._places.setdefault(group, []).append(place)
+        self._before, self._excused = recorded, max(0, self._excused - 1)
+        self._recorded, self._used, self.place, self._mispredicted = [], set(), 0, False
+        return unexcused
+
+    def upcoming(self, *, into_next: bool = False) -> Iterator[Unit]:
+        """The uses expected in the rest of this cycle, `into_next`: and in the next one. Empty until one is known.
+
+        What is read before the end of a training cycle is stale after it: the step changes every group.
+        """
+        cycle = self.cycle
+        for place in range(self.place, len(cycle)):  # no slice: who looks ahead stops after a few
+            yield cycle[place]
+        if into_next:
+            yield from cycle

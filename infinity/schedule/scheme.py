@@ -1,4 +1,5 @@
-"""The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
+"""The scheme of a step: how master weights rest on the drive, when a group is updated, what that moves, and whether an update
+before the step will probably be what the step does.
 
 [Note: Schemes]
 Master weights rest *split*, as the bf16 compute parameter that is gathered and its 16-bit remainder (with Adam 12 bytes of
@@ -20,10 +21,27 @@ read the other state and written all of it for nothing; the next forward makes t
 
 An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each that it lacks; one
 with moments in bf16 moves 2 bytes less for each, with moments in 8 bits 3 less, but for their scales.
+
+[Note: Balance of the passes]
+With all updates in the backward a forward moves 2 of a step's 26 bytes per element ([Note: Schemes]), and has a
+third of the compute. Where compute and drive take equally long, the drive idles in the forward, and the backward waits for it.
+An element that is updated before its next forward moves 24 bytes there, and 2 in the backward. If a share s of them is, the
+forward has its third of the bytes where
+
+    2 + 22 s = 26 / 3        s = 0.30
+
+and neither pass waits while the other idles, at any ratio of compute and drive. With saved activations recomputed a
+forward has a quarter of the compute, and s is 0.20. So a fourth of the elements is updated before its next forward; measured,
+shares of 0.2 to 0.34 are equally good. Their gradients wait until then, which takes memory. The numbers are the same.
+
+Where all gradients wait for the step, as with speculative updates, the fourth is every fourth sub-group: each group has some,
+and the drive is never idle between two groups. Else it is every fourth group, whose gradients alone are kept.
 """
 
 from __future__ import annotations
 
+import enum
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,11 +62,6 @@ MOMENT_BYTES_OF: dict[str, float] = {"fp32": MOMENT_BYTES, "bf16": 2, "8bit": 1 
 
 ADAM_MOMENTS = 2
 """Numbers that Adam keeps of each element. SGD keeps one, its momentum, or none without."""
-
-
-def passes_of(schedule: str, micro_batches: int) -> int:
-    """Forwards and backwards that a step may have: one where its micro-batches are all in it."""
-    return 1 if schedule == "vertical" else micro_batches
 
 
 def state_bytes(moments: float = ADAM_MOMENTS, moment_bytes: float = MOMENT_BYTES) -> float:
@@ -142,3 +155,63 @@ def choose_update(
     if asked not in ("step", "forward", "backward"):
         raise ConfigError(f'infinity.update: expected "auto", "step", "forward" or "backward", got {asked!r}')
     return asked, asked == "backward" and not factor_known  # type: ignore[return-value]
+
+
+APART = 4
+"""One of so many neighbours is updated before its next forward."""
+
+_STEPS_SEEN = 4
+_OTHERS_MAX = 1
+
+
+class UpdateTiming(enum.Enum):
+    """When a group is updated. Decided once per group, when the model is planned.
+
+    SPECULATIVE: in the backward, into the other slot; the step accepts that, or discards it and updates the group as FORWARD.
+    So is every fourth sub-group: see [Note: Balance of the passes].
+    """
+
+    STEP = "step"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SPECULATIVE = "speculative"
+
+    def __init__(self, value: str) -> None:
+        self.in_backward = value in ("backward", "speculative")
+        """True if the backward updates the group, for good or speculatively."""
+
+    @property
+    def gradients_wait(self) -> bool:
+        """True if its gradients are kept from the backward until the step."""
+        return self is not UpdateTiming.BACKWARD
+
+    @property
+    def update(self) -> Update:
+        """The value of `PagingOptions.update` that asks for it."""
+        return "backward" if self.in_backward else "step" if self is UpdateTiming.STEP else "forward"
+
+
+def is_left_to_forward(number: int) -> bool:
+    """Whether the group or sub-group of a number is updated before its next forward, if the others are in the backward."""
+    return number % APART == APART - 1
+
+
+class SpeculationPolicy:
+    """Says whether groups are to be updated in the backward, for the step to accept.
+
+    An update that is accepted hides behind the backward; one that is discarded has read and written the state for nothing. So
+    at most one of the last four steps may have been another than expected, speculative or not. A run that clips every step
+    updates two of them early, and none after that.
+    """
+
+    def __init__(self) -> None:
+        self._others: deque[bool] = deque(maxlen=_STEPS_SEEN)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next step will probably be as expected."""
+        return sum(self._others) <= _OTHERS_MAX
+
+    def note(self, *, as_expected: bool) -> None:
+        """A step is over. `as_expected`: whether gradients were neither clipped nor overflowed, nor their updates discarded."""
+        self._others.append(not as_expected)

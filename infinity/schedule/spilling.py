@@ -1,16 +1,18 @@
 """What a pass makes for later and memory doesn't hold until then: which gradients and saved activations wait on NVMe.
 
 [Note: Gradients that spill]
-A gradient waits from the backward that brings it to the update that takes it. Where updates are in the forward, the gradients
-that come first wait longest: those of the last groups, which the forward reaches last. So the last groups' gradients spill,
-which leaves most time to write them and to read them again. Each element moves its bytes once each way; with n micro-batches,
-whose sum it holds, n times. Where updates are in the backward and not
-speculative, gradients don't spill: with a bound none waits.
+A gradient waits from the backward that brings it to the update that takes it. A group whose gradient spills is updated in its
+next forward, the others perhaps in the backward. So an even share of the groups spills, and each pass has as much to move
+between any two groups. If one end of the model spilled, the drive would idle in most of a pass, and compute wait for it in the
+rest. Each element moves its bytes once each way; with n micro-batches, whose sum it holds, n times. Where updates are in the
+backward and not speculative, gradients don't spill: with a bound none waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from infinity.schedule.residency import choose_evenly
 
 GRADIENT_BYTES = 4
 """One element of a reduced gradient (fp32)."""
@@ -48,12 +50,15 @@ def groups_that_spill(gradient_bytes: Sequence[int], host_bytes_max: int | None)
     """
     if host_bytes_max is None:
         return []
-    spilled, left = [], host_bytes_max
-    for group, nbytes in enumerate(gradient_bytes):
-        if nbytes > left:
+    last = len(gradient_bytes) - 1
+    held = {last - place for place in choose_evenly(gradient_bytes[::-1], host_bytes_max)}
+    left = host_bytes_max - sum(gradient_bytes[group] for group in held)
+    spilled = []
+    for group in sorted({*range(len(gradient_bytes))} - held):
+        if gradient_bytes[group] > left:
             spilled.append(group)
         else:
-            left -= nbytes
+            left -= gradient_bytes[group]
     return spilled
 
 

@@ -80,18 +80,18 @@ class Chunk:
     after: tuple[Chunk, ...] = ()
     fills: tuple[tuple[int, torch.Tensor], ...] = field(default=(), repr=False)
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
-    verified_by_user: bool = False
-    """Whether its user verifies the bytes that were read, in a pass that it makes over them anyway: see `ChunkIo.verify`."""
+    verified_by_caller: bool = False
+    """Whether the caller verifies the bytes that were read, in a pass that it makes over them anyway: see `ChunkIo.verify`."""
     unverified: bool = False
     """Whether nobody has verified the bytes that were read."""
     sums: bytes | None = field(default=None, repr=False)
-    """Checksums of the pages that are to be written, where its user has made them."""
+    """Checksums of the pages that are to be written, if the caller has made them."""
     home: Lease | None = field(default=None, repr=False)
     """Of one that stays staged from step to step: the lease that is its own for good. See [Note: Staying staged] in
     infinity/schedule/residency.py."""
     early: tuple[Chunk, ...] = field(default=(), repr=False)
-    """Chunks of which its lease holds what their update wrote to a slot that isn't current yet. Nobody else may use it until
-    all of these slots are."""
+    """Chunks of sub-groups whose speculative updates this lease holds already. Nothing else may use the lease until the step
+    has accepted all of them."""
     state: ChunkState = ChunkState.ON_NVME
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
@@ -151,10 +151,10 @@ class ChunkIo:
     def start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> list[Transfer]:
         """Start to read `chunk.reads` into `lease`."""
         requests = [self._request("read", lease, span, priority) for span in chunk.reads]
-        return self._engine.start(requests, sums_by_caller=chunk.verified_by_user)
+        return self._engine.start(requests, sums_by_caller=chunk.verified_by_caller)
 
     def start_write(self, chunk: Chunk) -> list[Transfer]:
-        """Start to write `chunk.writes` from its lease, under the checksums of its user where that has made them."""
+        """Start to write `chunk.writes` from its lease, under the checksums of the caller if that has made them."""
         assert chunk.lease is not None
         if chunk.sums is not None:
             (span,) = chunk.writes
@@ -187,7 +187,7 @@ class ChunkIo:
         return self._arena.checksums(span.offset, span.nbytes)
 
     def forget_sums(self, chunk: Chunk) -> None:
-        """A write failed: drop the checksums that its user had made for it."""
+        """A write failed: drop the checksums that the caller had made for it."""
         if chunk.sums is not None:
             (span,) = chunk.writes
             self._arena.file.set_checksums(span.offset, bytes(len(chunk.sums)))

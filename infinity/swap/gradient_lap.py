@@ -1,34 +1,53 @@
 """The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
-Reads top-down. FSDP2 has reduced a gradient (`came`), or over one rank of a CPU is about to copy those of a group
-(`came_unreduced`). With all of a group `PagedOptimizer._group_came` continues: `take` (the gradients wait), `take` and
-`update_soon` (they wait, and a speculative update is made), or `note_applied` and `update_soon` (an update that stays). The
-step that follows makes the others: see pending_updates.py. Used by the training thread, and by autograd's threads on its
-behalf; see infinity/swap/README.md for a lap by example.
+FSDP2 has reduced a gradient (`came`), or with a single CPU rank is about to copy those of a group (`came_unreduced`). When all
+of a group have come, `PagedOptimizer._group_came` continues (paged_optimizer.py lists the calls): `take` (the gradients wait),
+`take` and `update_in_backward` (they wait, and a speculative update is made), or `note_applied` and `update_in_backward` (an
+update that stays). The step that follows makes the others: see pending_updates.py. Used by the training thread, and by
+autograd's threads on its behalf; see infinity/swap/README.md for a lap by example.
+
+[Note: Updates while autograd computes]
+The update of a group waits until autograd computes the gradients of the next one, and is spread over that: whenever a share of
+these has come, as much of the update is made. So the drive reads and writes state all the time, and not only between two
+groups, where nothing is computed and the pool holds less than a group's state. What is left of a group when the next one has
+come is updated then; what is left at the end, when the backward ends. Shares are of elements, not of time: the order is the
+same in every step, and the trace learns it. A discrete device computes on its own, so there the whole update is made behind
+the next group's gradients, when its own have come to the host.
+
+[Note: What .grad shows]
+A gradient that waits for its update elsewhere, or was applied already, is not in `.grad`, nor is one that a step has used.
+None there would let `clip_grad_norm_`, a second step, or a sum with the next gradient pass without effect, and the numbers
+would be others than in memory without a word. So `.grad` shows a stand-in: the shape, and an error for each use that needs the
+elements.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.fsdp2.sharding import is_alone, local_of
+from infinity.fsdp2.elsewhere import ElsewhereTensor
+from infinity.fsdp2.sharding import in_backward, is_alone, local_of
 from infinity.optim.kernel import norms, norms_match_torch
-from infinity.schedule.update_timing import UpdateTiming
+from infinity.schedule.scheme import UpdateTiming
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
 from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import RefusingGradient, StandIn, Taken, refusal, used_up
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 """This rank's elements (1-D) of the gradient of each parameter: in fp32, or as autograd left them, not to be changed then."""
@@ -59,27 +78,30 @@ class GradientLap:
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
         self._applied: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step: settings, and the number of that step."""
-        self._coming: list[tuple[PagedGroup, Mapping[PagedSubGroup, SubGroupUpdate]]] = []
-        """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
+        self._due: list[_DueUpdates] = []
+        """Groups that are updated before the backward ends: see [Note: Updates while autograd computes]."""
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
         """What `.grad` shows of gradients that were taken; made once."""
         self._shown: dict[nn.Parameter, StandIn] = {}
         """Those that it shows."""
 
     def came_unreduced(self, group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]) -> Gradients:
-        """A backward has come to the gradients of a group, whose reduction would copy them (in their shapes). Those that need
-        no reduction: of the whole group, where no hook of the user looks at one and none is in `.grad`; else none of them."""
+        """FSDP2 is about to copy a group's gradients (in their shapes). Returns all of them, flattened, if the whole group can
+        skip that: no hook of the user looks at one, and none is in `.grad`. Returns none of them otherwise."""
         ours = {p: self.shards[p] for p in grads if p in self.shards and self.shards[p].resident is None}
         final = group.timing is not UpdateTiming.BACKWARD or self._paging.policy.gradients_are_final(group)
         whole = len(ours) == self._gradient_counts[group] and group not in self._arrived
         if not final or not whole or self._paging.policy.reductions_at_once > 1:
             return {}
-        if not all(self._is_free(parameter, shard) for parameter, shard in ours.items()):
+        if not all(map(self._is_free, ours, ours.values())):
             return {}
         self.version += 1
-        has = self._paging.waiting_gradients.has
-        elements = ((parameter, grads[parameter].view(-1), has(shard)) for parameter, shard in ours.items())
-        return {parameter: grad.to(torch.float32, copy=True) if added else grad for parameter, grad, added in elements}
+        added = self._paging.waiting_gradients.kept_shards
+        elements = {parameter: grads[parameter].view(-1) for parameter in ours}
+        for parameter, shard in ours.items():
+            if shard.index in added:
+                elements[parameter] = elements[parameter].to(torch.float32, copy=True)
+        return elements
 
     def _is_free(self, parameter: nn.Parameter, shard: PagedShard) -> bool:
         """Whether `.grad` has no part in what becomes of the next gradient, and no hook of the user waits for it there."""
@@ -138,11 +160,12 @@ class GradientLap:
         shards = [self.shards[parameter] for parameter in grads]
         for sub in group.members:
             self._paging.paged.updates.speculation.discard(sub)
-        self._coming = [coming for coming in self._coming if coming[0] is not group]
+        self._due = [due for due in self._due if due.group is not group]
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKING)
         by_index = {shard.index: grad for shard, grad in zip(shards, grads.values(), strict=True)}
-        self._paging.waiting_gradients.take(group, by_index)
+        sums = {self.shards[parameter].index for parameter in grads if self._arrivals[parameter] > 1}
+        self._paging.waiting_gradients.take(group, by_index, sums=sums)
         self._note_norms_and_refuse(grads)
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKEN)
@@ -164,19 +187,25 @@ class GradientLap:
             self._applied[parameter] = used
             self.shards[parameter].move_gradient_to(GradientState.APPLIED)
 
-    def update_soon(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
-        """Update members of a group as soon as their gradients are in host memory, which are on their way there: on a CPU now,
-        else behind the next group's, or when the backward ends."""
-        behind = int(self._paging.device.is_discrete)
-        if behind and not self._coming:
-            Variable._execution_engine.queue_callback(self._update_coming)
-        self._coming.append((group, updates))
-        self._update_coming(leave=behind)
+    def update_in_backward(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        """Update members of a group before this backward ends: see [Note: Updates while autograd computes]."""
+        if not self._due:
+            Variable._execution_engine.queue_callback(self._update_due)
+        self._due.append(_DueUpdates(group, dict(updates), len(updates)))
+        self._update_due(leave=1)
 
-    def forget_coming(self) -> None:
+    def came_further(self, share: float) -> None:
+        """Autograd has computed such a share of the gradients of the group that it comes to."""
+        if self._due:
+            due = self._due[0]
+            count = math.floor(share * due.total) - (due.total - len(due.updates))
+            if 0 < count < len(due.updates):
+                self._update(due, count)
+
+    def forget_due(self) -> None:
         """A backward begins: what an exception left of the one before is not updated speculatively any more."""
         if not self._updates_to_stay:
-            self._coming.clear()
+            self._due.clear()
 
     def check_complete(self) -> None:
         """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
@@ -184,20 +213,20 @@ class GradientLap:
         health = self._paging.paged.health
         lost = any(shard.gradient is GradientState.TAKING for shard in self.shards.values())
         # FSDP2's own part of that backward may be over.
-        if (self._coming and self._updates_to_stay) or (lost and health.state is Health.PART_STEPPED):
+        if (self._due and self._updates_to_stay) or (lost and health.state is Health.PART_STEPPED):
             health.tear("an update in the backward (interrupted)")
             health.check_not_torn()
         if lost:
             raise lost_gradients()
-        has, paged = self._paging.waiting_gradients.has, self._paging.paged
-        numbers = {shard.index for shard in self.shards.values()}
-        for sub in paged.sub_groups:
-            waiting = [index for piece in sub.layout.pieces if has(paged.shards[index := piece.shard])]
-            others = [index for index in waiting if index not in numbers]
-            if 0 < len(others) < len(waiting):
+        came, paged = self._paging.waiting_gradients.kept_shards, self._paging.paged
+        others = came.difference(shard.index for shard in self.shards.values())
+        for sub in paged.sub_groups if others else ():
+            waiting = came.intersection(piece.shard for piece in sub.layout.pieces)
+            if waiting & others and waiting - others:
+                name = paged.shards[min(waiting & others)].name
                 raise InfinityError(
-                    f"two optimizers step parts of one group, as {paged.shards[others[0]].name}, which are updated together: "
-                    "give all parameters of a group to one optimizer, in parameter groups of their own"
+                    f"two optimizers step parts of one group, as {name}, which are updated together: give all parameters of a "
+                    "group to one optimizer, in parameter groups of their own"
                 )
 
     @property
@@ -241,7 +270,7 @@ class GradientLap:
         self._paging.paged.updates.speculation.discard_all()
         self._paging.waiting_gradients.forget({shard.index for shard in self.shards.values()})
         self.norms.clear()
-        self._coming.clear()
+        self._due.clear()
         self._arrivals.clear()
         self._arrived.clear()
         self._applied.clear()
@@ -289,23 +318,163 @@ class GradientLap:
             self._show(parameter, Taken.FOR_STEP)
             self.norms[parameter] = norm
 
-    def _update_coming(self, *, leave: int = 0) -> None:
-        """Update the groups whose gradients are on their way, but for the last `leave`. An exception leaves what isn't."""
-        while len(self._coming) > leave:
-            self._update(*self._coming[0])
-            del self._coming[0]
+    def _update_due(self, *, leave: int = 0) -> None:
+        """Update the groups that are due, but for the last `leave`. An exception leaves what isn't."""
+        while len(self._due) > leave:
+            self._update(self._due[0], len(self._due[0].updates))
+            del self._due[0]
 
-    def _update(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+    def _update(self, due: _DueUpdates, count: int) -> None:
+        """Update the next `count` members of a group."""
         parameters, policy = self._paging.parameters, self._paging.policy
+        updates = dict(itertools.islice(due.updates.items(), count))
 
         def look_ahead(sub: PagedSubGroup) -> None:
             policy.use_state(sub)
             parameters.look_ahead()
 
         with self._paging.entered():
-            parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
-            policy.begin_update(group)
-            self._paging.paged.updates.run_in_backward(group, updates, look_ahead)
+            parameters.release_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
+            left = len(due.updates)
+            if first := left == due.total:
+                policy.begin_update(due.group)
+            self._paging.paged.updates.run_in_backward(due.group, updates, look_ahead, first=first, last=count == left)
+            for sub in updates:
+                del due.updates[sub]
+            if not due.updates:
+                policy.end_update(due.group)
+
+
+_VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.alias}
+_ZEROING = {torch.ops.aten.zero_, torch.ops.aten._foreach_zero_}
+
+
+class Taken(enum.Enum):
+    """What became of a gradient that `.grad` doesn't hold."""
+
+    FOR_STEP = "for the step"
+    """The step that is due will use it, or the backward has applied it. Another one may come, and is added."""
+    BY_STEP = "by the step"
+    """A step has used it, and zero_grad() was not called. In memory it would be there still."""
+    ZEROED = "zeroed"
+    """zero_grad(set_to_none=False) came since then: it is 0, without memory."""
+
+
+class RefusingGradient(ElsewhereTensor):
+    """Stands for a gradient (fp32, of the shard's shape) that was taken; holds no elements, and refuses any look at them unless
+    they are 0."""
+
+    _gradient: StandIn
+
+    def materialize(self) -> torch.Tensor:
+        if self._gradient.taken is not Taken.ZEROED:
+            raise self._gradient.refusal()
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def __iadd__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override, misc]
+        """FSDP2 adds what another backward reduced: that is all that `.grad` holds, until it is taken too."""
+        if self._gradient.taken is Taken.ZEROED:
+            return other + 0.0  # -0.0 becomes 0.0, as in a sum with zeros
+        if not in_backward() or self._gradient.taken is Taken.BY_STEP:
+            raise self._gradient.refusal()
+        return other
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RefusingGradient({self._gradient.name}, size={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RefusingGradient)]
+        base = stand_ins[0]
+        if func.overloadpacket in _VIEWS:
+            return _made(base.shape, base.stride(), base.device, base._gradient)
+        if func.overloadpacket in _ZEROING and all(one._gradient.taken is not Taken.FOR_STEP for one in stand_ins):
+            for one in stand_ins:
+                one._gradient.taken = Taken.ZEROED
+            return args[0] if func.overloadpacket is torch.ops.aten.zero_ else None
+        zeros = {id(one): one.materialize() for one in stand_ins}
+        result = func(*tree_map(lambda leaf: zeros.get(id(leaf), leaf), args), **(kwargs or {}))
+        if any(zero.any() for zero in zeros.values()):
+            raise refusal(base._gradient.name)
+        return next((one for one in stand_ins if zeros[id(one)] is result), result)
+
+
+class StandIn:
+    """What `.grad` of one paged parameter shows of its gradient while that is elsewhere, and what became of it: `taken`."""
+
+    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+        data = parameter.data
+        assert isinstance(data, DTensor)
+        local = data._local_tensor
+        self.name, self.taken = name, Taken.FOR_STEP
+        # Not the parameter, which holds this by its `.grad`: Python's collector doesn't see that.
+        self._local = _made(local.shape, local.stride(), local.device, self)
+        stand_in = DTensor.from_local(
+            self._local,
+            data.device_mesh,
+            data.placements,
+            run_check=False,
+            shape=data.shape,
+            stride=data.stride(),
+        )
+        self.grad: DTensor = stand_in.detach()  # type: ignore[assignment]
+        """What `.grad` is while it shows this, or what FSDP2 has added to it since."""
+
+    def is_used_up(self, parameter: nn.Parameter) -> bool:
+        """Whether torch would use in a step what the last step has used already."""
+        return self.taken is Taken.BY_STEP and self.is_shown_alone(parameter)
+
+    def is_shown_alone(self, parameter: nn.Parameter) -> bool:
+        """Whether `.grad` shows it, and FSDP2 has added nothing."""
+        return parameter.grad is self.grad and self.grad._local_tensor is self._local
+
+    def show(self, parameter: nn.Parameter, taken: Taken) -> None:
+        """From now on `.grad` refuses to be used."""
+        self.taken = taken
+        self.grad._local_tensor = self._local
+        parameter.grad = self.grad
+
+    def refusal(self) -> InfinityError:
+        """For a look at elements."""
+        return used_up(self.name) if self.taken is Taken.BY_STEP else refusal(self.name)
+
+
+def refusal(name: str) -> InfinityError:
+    """What whoever looks at a taken gradient, or changes it, is told."""
+    return InfinityError(
+        f"the gradient{f' of {name}' if name else ''} is used or changed, and the backward has taken it out of .grad already: "
+        "for clipping set gradient_clipping in the config; for anything else of your own set infinity.keep_grad to true "
+        '(PagingOptions: update "forward" or "step", gradients in fp32, no gradient_bytes_max), and they stay in .grad until '
+        "the step; to drop gradients call zero_grad() of the optimizer"
+    )
+
+
+def used_up(name: str) -> InfinityError:
+    """A gradient would be used once more, or added to."""
+    return InfinityError(
+        f"the gradient of {name} was used up by the last step, and zero_grad() was not called since: torch would add to it, or "
+        "step with it once more; call zero_grad() of the optimizer after each step, or, to keep gradients after a step, page "
+        'with PagingOptions(update="step") and gradients in fp32, without gradient_bytes_max'
+    )
+
+
+def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, gradient: StandIn) -> RefusingGradient:
+    base = torch.empty_strided(shape, stride, dtype=torch.float32, device=device)
+    base.untyped_storage().resize_(0)
+    made: RefusingGradient = torch.Tensor._make_subclass(RefusingGradient, base)
+    made._gradient = gradient
+    return made
+
+
+@dataclass
+class _DueUpdates:
+    """What is left to update of a group in the backward, of so many members in `total`."""
+
+    group: PagedGroup
+    updates: dict[PagedSubGroup, SubGroupUpdate]
+    total: int
 
 
 def move_out(parameter: nn.Parameter) -> None:

@@ -2,13 +2,12 @@
 
 [Note: Two pieces]
 What FSDP2 gets of a group goes to the device in at most two pieces: the compute parameters that the group's chunk fetches (or
-the host cache holds), and those that stay in host memory because they are small. Each piece is a `Delivery` with a state of its
-own, because the small ones need no lease, and change where they rest.
+the host cache holds), and those that stay in host memory because they are small. Each piece is a `Delivery` of its own, because
+the small ones need no lease, and change where they rest.
 """
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -20,64 +19,43 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from infinity.device import CopyEvent, Device, InFlightCopy
-from infinity.schedule.update_timing import UpdateTiming
+from infinity.schedule.scheme import UpdateTiming
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
-
-
-class GroupState(enum.Enum):
-    """How far compute parameters of a group are on their way to FSDP2, and who holds memory for them."""
-
-    RESTING = "resting"
-    """Nobody gathers them, and the device has nothing of them. Their chunk may be read ahead or staged."""
-    AHEAD = "ahead"
-    """On their way to the device, or there, before FSDP2 asks: the in-flight copy holds the device's memory, the chunk is
-    staged. May be let go."""
-    GATHERING = "gathering"
-    """FSDP2 has asked for some of the shards, not for all. The chunk is in use, the in-flight copy is as AHEAD."""
-    DELIVERED = "delivered"
-    """FSDP2 has all of the shards, and has not said that it copied each. The device's memory is FSDP2's; the chunk is in use
-    until it has, or until it asks for another group. The next gather's in-flight copy may have been started already."""
-
-
-_ALLOWED = {
-    GroupState.RESTING: {GroupState.AHEAD},
-    GroupState.AHEAD: {GroupState.RESTING, GroupState.GATHERING, GroupState.DELIVERED},
-    GroupState.GATHERING: {GroupState.RESTING, GroupState.AHEAD, GroupState.DELIVERED},
-    GroupState.DELIVERED: {GroupState.RESTING, GroupState.AHEAD},
-}
 
 
 @dataclass(eq=False)
 class Delivery:
     """Compute parameters of `count` shards that go to the device in one piece, and are given out shard by shard.
 
-    `leased`: whether they take a lease, which is in use until FSDP2 says that it copied what it was given. `copy_event` fires
-    when the device has read them from host memory, so that they may change there; it outlives the in-flight copy.
+    In the order of events: `start`ed, ahead of the gather or in it; they may be `let_go` of until they `arrive`; `give`n out;
+    all given (`is_given`), when their memory on the device is FSDP2's; reported to be copied, one by one or all at once. The
+    next gather's may be started before that.
+
+    leased: whether they take a lease, which is in use until FSDP2 says that it copied what it was given. stays: whether they
+    stay on the device for every gather until they change; else their memory there is FSDP2's. copy_event: fires when the
+    device has read them from host memory, so that they may change there; it outlives the in-flight copy.
     """
 
     count: int = 0
     leased: bool = True
-    state: GroupState = GroupState.RESTING
+    stays: bool = False
     in_flight: InFlightCopy | None = field(default=None, repr=False)
     copy_event: CopyEvent | None = None
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
     _piece: torch.Tensor | None = field(default=None, repr=False)
-    """The bytes of all of them (1-D), on the device; not None while GATHERING."""
+    """The bytes of all of them (1-D), on the device, until all are given."""
 
-    def move_to(self, state: GroupState) -> None:
-        """The one door of the state."""
-        if state is not self.state:
-            assert state in _ALLOWED[self.state], f"{self.state.value} -> {state.value}"
-            self.state = state
+    @property
+    def is_given(self) -> bool:
+        """Whether FSDP2 has all of the shards, and has not reported each."""
+        return bool(self.given) and self._piece is None
 
-    def start(self, in_flight: InFlightCopy, copy_event: CopyEvent | None) -> None:
-        """They are on their way to the device. `copy_event`: when it has read host memory."""
-        self.in_flight, self.copy_event = in_flight, copy_event
-        if self.state is GroupState.RESTING:
-            self.move_to(GroupState.AHEAD)
+    def start(self, in_flight: InFlightCopy) -> None:
+        """They are on their way to the device."""
+        self.in_flight, self.copy_event = in_flight, in_flight.copy_event
 
     def arrive(self) -> None:
         """They are on the device for all that its current stream does next: `give` them. After an exception they have to be
@@ -86,40 +64,40 @@ class Delivery:
         try:
             self._piece = self.in_flight.on_device()
         except BaseException:
-            self.let_go()
+            self.in_flight = None
             raise
 
+    def give_more(self, shard: int) -> torch.Tensor | None:
+        """As `give`, where others of this delivery were given; else None."""
+        return self.give(shard) if self.given and self._piece is not None and shard not in self.given else None
+
     def give(self, shard: int) -> torch.Tensor:
-        """The bytes (1-D), on the device, among which is what FSDP2 gets of a shard. With the last one, their memory is
-        FSDP2's."""
+        """The bytes (1-D), on the device, among which is what FSDP2 gets of a shard. FSDP2 does not change them."""
         piece = self._piece
         assert piece is not None
         self.given.add(shard)
         if len(self.given) == self.count:
-            self.in_flight = self._piece = None
-            self.move_to(GroupState.DELIVERED)
+            self._piece = None
+            self.let_go()
             if not self.leased:
-                self.forget_delivery()
-        elif self.state is not GroupState.DELIVERED:
-            self.move_to(GroupState.GATHERING)
+                self.given.clear()
         return piece
 
-    def report_all(self) -> None:
-        """FSDP2 has copied all that it was given. What was started for the next gather meanwhile goes on."""
-        self.given.clear()
-        self.move_to(GroupState.AHEAD if self.in_flight is not None else GroupState.RESTING)
-
     def let_go(self) -> None:
-        """Forget the in-flight copy: who asks for more has it started anew."""
-        self.in_flight = None
-        if self.state is GroupState.AHEAD:
-            self.move_to(GroupState.RESTING)
+        """Forget the copy on the device, unless it stays: the next gather starts another one."""
+        if not self.stays:
+            self.in_flight = None
 
-    def forget_delivery(self) -> None:
-        """Nobody gathers them any more: FSDP2 has copied what it was given."""
+    def end(self) -> None:
+        """The gather is over: FSDP2 has copied what it was given."""
         self.given.clear()
-        self.in_flight = self._piece = None
-        self.move_to(GroupState.RESTING)
+        self._piece = None
+        self.let_go()
+
+    def forget(self) -> None:
+        """As `end`; and what is on the device is stale."""
+        self.end()
+        self.in_flight = None
 
     def wait_copied(self) -> None:
         """They are about to change in host memory: wait until the device has read what it was told to."""
@@ -163,7 +141,9 @@ class PagedGroup:
     """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
     chunk: Chunk | None = None
     foreign: ForeignReads = field(default_factory=ForeignReads, repr=False)
-    lodges: bool = False
+    stays: bool = False
+    """Whether its chunk stays staged from step to step, in a lease of its own."""
+    may_gather_in_place: bool = False
     """Whether it may be gathered where it is staged: see [Note: Gathered where it is staged] in shard.py."""
     cached: torch.Tensor | None = field(default=None, repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
@@ -177,27 +157,27 @@ class PagedGroup:
         return not any(sub.layout.trained for sub in self.members)
 
     @cached_property
-    def completes(self) -> Chunk | None:
+    def unit(self) -> Chunk | PagedGroup:
+        """What a look-ahead has for its compute parameters."""
+        return self.chunk or self
+
+    @cached_property
+    def masters_chunk(self) -> Chunk | None:
         """What holds compute parameters that are a part of its masters, which an update in the backward takes from there."""
         return self.chunk if any(sub.gathers_from_nvme and sub.layout.split for sub in self.members) else None
 
     @property
-    def renewed(self) -> Chunk | None:
+    def chunk_to_update(self) -> Chunk | None:
         """What an update in the backward puts new compute parameters into: what completes its masters, or what is staged for
         good."""
         if self.chunk is not None and self.stays and self.chunk.state is ChunkState.STAGED and not self.chunk.early:
             return self.chunk
-        return self.completes
+        return self.masters_chunk
 
     @property
     def sharded_module(self) -> FSDPModule | None:
         """The module that FSDP2 gathers it for; None before the model is paged, or once it is gone."""
         return cast("FSDPModule | None", self.module()) if self.module is not None else None
-
-    @property
-    def stays(self) -> bool:
-        """Whether its chunk stays staged from step to step."""
-        return self.chunk is not None and self.chunk.home is not None
 
     @property
     def fetched_bytes(self) -> int:
@@ -225,14 +205,12 @@ class PagedGroup:
         if source is None:
             assert self.chunk is not None and self.chunk.lease is not None
             source = self.chunk.lease.view(torch.uint8)
-        in_flight = device.start_h2d(source.view(torch.uint8))
-        self.delivery.start(in_flight, in_flight.copy_event)
+        self.delivery.start(device.start_h2d(source.view(torch.uint8)))
 
     def start_resident_h2d(self, device: Device) -> None:
         """Begin to copy what stays in host memory to the device."""
         assert self.resident is not None
-        in_flight = device.start_h2d(self.resident.view(torch.uint8))
-        self.resident_delivery.start(in_flight, in_flight.copy_event)
+        self.resident_delivery.start(device.start_h2d(self.resident.view(torch.uint8)))
 
     def point(self, pending: Container[PagedSubGroup]) -> None:
         """From now on, staging the chunk fetches what is gathered of the members but for those `pending`, which their updates
@@ -242,7 +220,7 @@ class PagedGroup:
         reads, fills = [*self.foreign.reads], [*self.foreign.fills]
         for sub in self.members:
             location = sub.locations[sub.layout.gathered]
-            start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
+            start = sub.layout.gathered_start
             if location.tensor is not None:
                 fills.append((start, location.tensor))
             elif sub not in pending or (self.stays and sub.layout.split):
@@ -255,7 +233,7 @@ class PagedGroup:
 
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
-        self.delivery.forget_delivery()
+        self.delivery.forget()
         if self.cached is not None:
             self.delivery.wait_copied()
         self.delivery.copy_event = None
@@ -270,16 +248,16 @@ class PagedGroup:
         if self.in_use:
             assert self.chunk is not None
             stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)
-        self.delivery.forget_delivery()
+        self.delivery.end()
 
     def forget_resident(self) -> None:
         """What stays in host memory is about to change: what the device was given is stale, and it has copied it after this."""
-        self.resident_delivery.forget_delivery()
+        self.resident_delivery.forget()
         self.resident_delivery.wait_copied()
 
     def recover(self) -> None:
         """An exception ended a pass: nothing is gathered or on its way, and the device reads nothing of it."""
-        self.delivery.forget_delivery()
+        self.delivery.forget()
         self.delivery.wait_copied()
         self.forget_resident()
 

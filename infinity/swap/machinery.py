@@ -18,8 +18,8 @@ from infinity.store.arena import Arena, check_free, step_bandwidth
 from infinity.store.durable import DurableRun
 from infinity.store.foreign import ForeignFiles
 from infinity.store.run_folder import Folder, NoFolder, RunFolder
-from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager
+from infinity.swap.waiting_gradients import HostGradients
 
 _MEASURE_BYTES = 64 << 20
 """Written and read, twice, to weigh one drive against another."""

@@ -26,6 +26,7 @@ from infinity.fsdp2.sharding import (
     gathered_dtype,
     outlined_groups,
     release,
+    shard_shapes,
     sharded_groups,
 )
 from infinity.host_memory import ranks_here
@@ -38,13 +39,11 @@ from infinity.store.commit import ArenaLayout, describe, differences
 from infinity.store.durable import DurableRun
 from infinity.store.foreign import StoredParameter
 from infinity.store.layout import Layout
-from infinity.swap import budget
 from infinity.swap.machinery import Drives, Machinery
-from infinity.swap.options import PagingOptions
+from infinity.swap.options import PagingOptions, second_slot_bytes
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paging import Paging
-from infinity.swap.plan import ModelOutline, plan_model
-from infinity.swap.speculation import second_slot_bytes
+from infinity.swap.plan import PINNED_BYTES_DEFAULT, ModelOutline, memory_of_rank, plan_model
 from infinity.swap.stager import Stager
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
@@ -94,7 +93,7 @@ class SwapManager:
             This run makes a folder of its own in each and removes it at the end. None of them where nothing is to be written,
             because all that rests on NVMe is in files of the user (`page(weights=...)`).
         pinned_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
-            (see infinity/swap/budget.py), 512 MiB for plain tensors.
+            (see infinity/swap/plan.py), 512 MiB for plain tensors.
         io: how the drives are driven.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
         lock_memory: ask the kernel to lock the pinned pages.
@@ -121,7 +120,7 @@ class SwapManager:
         **io_options: Any,
     ) -> None:
         self.run = run
-        self._memory_bytes = budget.memory_of_rank()
+        self._memory_bytes = memory_of_rank()
         self._pinned_bytes = None if pinned_bytes_max == "auto" else parse_bytes(pinned_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * ACCESS_BYTES:
             raise BudgetError(
@@ -187,12 +186,12 @@ class SwapManager:
         release(model)  # what a forward before this has gathered
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
-        mesh = groups[0].parameters[0].sharded.device_mesh
+        mesh = groups[0].sharded[0].device_mesh
         options = (options or PagingOptions()).for_ranks(mesh.size(-1))
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
             stored = self._rest_in_files(model, weights, options)
             rank = mesh.get_local_rank(mesh.ndim - 1)
-            outline = ModelOutline([group.outline for group in groups], mesh.size(-1), dtype, rank, stored)
+            outline = ModelOutline(groups, mesh.size(-1), dtype, rank, stored)
             layout, pinned_bytes, staying = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
             files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
@@ -204,12 +203,12 @@ class SwapManager:
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
-                shapes=[(p.shape, p.padded_shape) for group in groups for p in group.parameters],
+                shapes=[shard_shapes(parameter) for group in groups for parameter in group.sharded],
                 shard_rank=outline.rank,
                 compute_dtype=dtype,
                 options=options,
                 staying=staying,
-                lodge=mesh.size() == 1 and not self._device.is_discrete,
+                gather_in_place=mesh.size() == 1 and not self._device.is_discrete,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
@@ -294,7 +293,7 @@ class SwapManager:
     @property
     def notes(self) -> list[str]:
         """What the machine refused and what was done instead, a line each."""
-        return self._open().notes
+        return [*self._open().notes, *(self._paging.paged.notes if self._paging is not None else ())]
 
     def stats(self) -> SwapStats:
         """The counters."""
@@ -377,7 +376,7 @@ class SwapManager:
         if self._machinery is None:
             if self._closed:
                 raise InfinityError("this SwapManager is closed")
-            size = self._pinned_bytes or pinned_bytes or budget.PINNED_BYTES_DEFAULT
+            size = self._pinned_bytes or pinned_bytes or PINNED_BYTES_DEFAULT
             self._machinery = Machinery(size, self._drives, self._device, lock_memory=self._lock_memory)
         return self._machinery
 
@@ -432,5 +431,5 @@ def _on_drives(place: ArenaLayout, arena: Arena) -> ArenaLayout:
 
 def _device_of(groups: Sequence[ShardedGroup]) -> Device:
     """Where the model computes: the device of the mesh it was sharded over."""
-    kind = groups[0].parameters[0].sharded.device_mesh.device_type
+    kind = groups[0].sharded[0].device_mesh.device_type
     return device_for(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))

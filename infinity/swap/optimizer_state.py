@@ -103,13 +103,13 @@ class PagedState:
         if self._counts_steps:
             state["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
 
-    def steps_of(self, state: Mapping[str, Any]) -> torch.Tensor:
-        """How often a parameter was stepped (0-D, the caller's own); 0 where that isn't counted."""
-        return state["step"].clone() if self._counts_steps else torch.zeros(())
-
-    def is_first_step(self, shard: PagedShard, state: Mapping[str, Any]) -> bool:
-        """Whether the next step is the first one, or the first since its steps were set to 0."""
-        return not shard.stepped or (self._counts_steps and not state["step"])
+    def steps_of(self, shard: PagedShard, state: Mapping[str, Any]) -> tuple[torch.Tensor, bool]:
+        """How often a parameter was stepped (0-D, the caller's own), 0 where that isn't counted; and whether the next step is
+        its first one, or the first since its steps were set to 0."""
+        if not self._counts_steps:
+            return torch.zeros(()), not shard.stepped
+        steps = state["step"].clone()
+        return steps, not (shard.stepped and steps)
 
     def count_step(self, shard: PagedShard, state: dict[str, Any]) -> None:
         if self._counts_steps:

@@ -13,9 +13,9 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
-from infinity.schedule.scheme import MasterWeights, Update, late_update
-from infinity.schedule.update_timing import UpdateTiming, is_left_to_forward
+from infinity.schedule.scheme import MasterWeights, Update, UpdateTiming, is_left_to_forward, late_update
 from infinity.store.layout import MOMENTS as FIELDS
+from infinity.store.layout import Layout, SubGroup
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 """By the config's name."""
@@ -46,27 +46,31 @@ class PagingOptions:
     "step": in the optimizer's `step`.
     "forward": just before the parameter is gathered next, or looked at in any other way. This reads 2 bytes less per element,
     while the model computes. `step` returns at once and takes the gradients: `.grad` is None after it.
-    "backward": as soon as its gradient is reduced; but every fourth group before its next forward, as `timing_of` says. This is
+    "backward": as soon as its gradient is reduced; but a fourth before its next forward, as `timing_of` says. This is
     for loops in which a step follows every backward, with the gradients as they are (no clipping, no accumulation) and with the
     learning rate that was set before the backward, unless it is `speculative`."""
     speculative: bool = False
     """With "backward": gradients wait all the same, and the step accepts what the backward updated, or discards it. For what is
     not known in the backward (clipping, overflows, another micro-batch). Nearly twice the space on NVMe: see [Note: Speculative
-    updates] in infinity/swap/speculation.py."""
+    updates] in infinity/swap/pending_updates.py."""
     master_weights: MasterWeights = "split"
     """"split": where the compute parameter is bf16, the master is that and its remainder: 12 bytes per element instead of 14.
     See [Note: Split masters] in infinity/optim/kernel.py. "full": the whole fp32 master lies beside it."""
     hold_parameters: bool = False
     """Whether all compute parameters stay in host memory, so that only optimizer state rests on NVMe."""
     hold_state: bool = False
-    """Whether masters and optimizer state stay in host memory, so that only compute parameters rest on NVMe."""
+    """Whether masters and optimizer state stay in host memory, so that only compute parameters rest on NVMe; or nothing, with
+    `hold_parameters`."""
+    keep_on_device: bool = False
+    """Whether compute parameters stay on the device, too, where that has memory of its own: a gather copies none from host
+    memory, and an update of a group is followed by a copy of its new ones."""
     gradient_dtype: torch.dtype = torch.float32
     """In which gradients wait for their update. One of 16 bits is for where it holds all of a gradient: see [Note: Gradients in
     16 bits] in infinity/swap/waiting_gradients.py. The backward takes such gradients; `.grad` refuses to be used after it."""
     gradient_bytes_max: int | None = None
-    """Host memory (bytes) in which gradients wait; those of the last groups that don't fit wait on NVMe. None keeps all of them
-    in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it. With
-    "backward", no group is left to the forward where there is a bound, be it reached or not: without `speculative`, no
+    """Host memory (bytes) in which gradients wait; what doesn't fit waits on NVMe, an even share of the groups. None keeps all
+    of them in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it.
+    With "backward", no group is left to the forward where there is a bound, be it reached or not: without `speculative`, no
     gradient waits then."""
     activation_buffer_bytes: int = 0
     """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
@@ -99,11 +103,13 @@ class PagingOptions:
                 'PagingOptions.update "forward" leaves updates to whoever gathers a group or looks at it, and matrices that '
                 'are sharded are updated by all ranks together: use "backward" or "step"'
             )
+        if self.keep_on_device and not self.in_host_memory:
+            raise ConfigError("keep_on_device is for models that host memory holds: set hold_parameters and hold_state")
         names = (*self.moments, *self.matrix_moments)
         if len(names) > len(FIELDS):
             raise ConfigError(
                 f"the optimizer keeps {len(names)} numbers of each parameter ({', '.join(names)}), and "
-                f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
+                f"{len(FIELDS)} can be paged: use another one, or set the device of offload_param and offload_optimizer to none"
             )
         if self.moments_dtype not in MOMENT_DTYPES.values():
             dtypes = ", ".join(map(str, MOMENT_DTYPES.values()))
@@ -121,11 +127,21 @@ class PagingOptions:
                 raise ConfigError(f"{name} is {value}: it must be at least {least}")
 
     def timing_of(self, group: int) -> UpdateTiming:
-        """When the group of that number is updated: see [Note: Balance of the passes] in infinity/schedule/update_timing.py."""
-        balanced = self.update == "backward" and self.gradient_bytes_max is None and not self.updates_are_collective
-        if balanced and is_left_to_forward(group):
-            return UpdateTiming.FORWARD
-        return UpdateTiming.SPECULATIVE if self.speculative else UpdateTiming(self.update)
+        """When the group of that number is updated: see [Note: Balance of the passes] in infinity/schedule/scheme.py."""
+        if self.speculative:
+            return UpdateTiming.SPECULATIVE
+        return UpdateTiming.FORWARD if self._balances and is_left_to_forward(group) else UpdateTiming(self.update)
+
+    @property
+    def in_host_memory(self) -> bool:
+        """True if nothing is on NVMe: host memory has all parameters and optimizer state."""
+        return self.hold_parameters and self.hold_state
+
+    @property
+    def _balances(self) -> bool:
+        """True if the forward makes some of the updates while the backward makes the others, for the sake of the drive."""
+        may_wait = self.gradient_bytes_max is None and not self.updates_are_collective
+        return self.update == "backward" and may_wait and not self.in_host_memory
 
     @property
     def updates_wait(self) -> bool:
@@ -138,7 +154,7 @@ class PagingOptions:
 
     @property
     def all_gradients_wait(self) -> bool:
-        """Whether those of all groups are."""
+        """Whether the gradients of every group wait for the step."""
         return self.speculative or self.update != "backward"
 
     def stored_in_words(self, *, durable: bool) -> str:
@@ -168,3 +184,16 @@ _LEAST: Mapping[str, int] = {
 def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
+
+
+def is_speculative(layout: Layout, sub: SubGroup, options: PagingOptions) -> bool:
+    """Whether the backward updates a sub-group for the step to accept, which takes another slot."""
+    left = options._balances and is_left_to_forward(sub.index)
+    due = options.timing_of(sub.space) is UpdateTiming.SPECULATIVE and not left
+    moves = sub.trained and sub.space != layout.resident_space and sub.nbytes > 0
+    return due and moves and not (sub.held or sub.cached or sub.gradient_itemsize)
+
+
+def second_slot_bytes(layout: Layout, options: PagingOptions) -> int:
+    """What the second slots take on NVMe."""
+    return sum(sub.nbytes for sub in layout.sub_groups if is_speculative(layout, sub, options))

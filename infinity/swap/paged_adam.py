@@ -87,7 +87,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             has_adams_moments = sub.layout.moments == FIELDS[: len(MOMENTS)]
             on_drive = not sub.rests_in_host and sub.gradient_extent is None
             checked = self._paging.paged.stager.io.checked
-            sub.chunk.verified_by_user = fused and alone and reads_all and has_adams_moments and on_drive and checked
+            sub.chunk.verified_by_caller = fused and alone and reads_all and has_adams_moments and on_drive and checked
 
     def _settings(self, group: dict[str, Any]) -> Any:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
@@ -152,7 +152,9 @@ def _alike(batch: list[SteppedPiece]) -> dict[tuple[float, float, torch.dtype], 
         stepped = piece.stepping
         key = (float(stepped.steps), stepped.grad_scale, piece.grad.dtype)
         shard = stepped.shard
-        grad = GradPiece(piece.offset, piece.grad, piece.start, stepped.numel, shard.key, shard.first + piece.start)
+        grad = GradPiece(
+            piece.offset, piece.grad, piece.start, shard.shape.numel(), shard.key, shard.first + piece.start
+        )
         alike.setdefault(key, []).append(grad)
     return alike
 

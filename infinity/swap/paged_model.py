@@ -22,17 +22,21 @@ from infinity.store.commit import SUM_BYTES
 from infinity.store.files import StoredFile
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignFiles, StoredTensor
 from infinity.store.layout import Field, Layout
-from infinity.swap.foreign_shard import CodedShard, ForeignShard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health, ModelHealth
-from infinity.swap.options import PagingOptions
+from infinity.swap.options import PagingOptions, is_speculative
 from infinity.swap.pending_updates import PendingUpdates
-from infinity.swap.placement import make_groups, open_chunks, place_cached, place_foreign, place_sub_groups
-from infinity.swap.shard import PagedShard
-from infinity.swap.slots import Slots
-from infinity.swap.speculation import is_speculative
+from infinity.swap.placement import (
+    make_groups,
+    open_chunks,
+    place_cached,
+    place_foreign,
+    place_held,
+    place_sub_groups,
+)
+from infinity.swap.shard import CodedShard, ForeignShard, PagedShard
 from infinity.swap.stager import Stager
-from infinity.swap.sub_group import PagedSubGroup
+from infinity.swap.sub_group import PagedSubGroup, Slots
 from infinity.swap.values import PieceOf, Values
 from infinity.units import PAGE_BYTES
 
@@ -43,8 +47,8 @@ class PagedModel:
     Args:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
         options: when groups are updated; the defaults where None.
-        staying: the groups, by number, whose compute parameters stay staged; lodge: where they are the memory of gathered
-            parameters if they are frozen.
+        staying: the groups, by number, whose compute parameters stay staged; gather_in_place: whether that memory is also the
+            gathered parameters' where they are frozen.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         foreign: files of the user, in which shards rest that have `Shard.foreign`.
@@ -64,7 +68,7 @@ class PagedModel:
         shard_rank: int = 0,
         options: PagingOptions | None = None,
         staying: Collection[int] = frozenset(),
-        lodge: bool = False,
+        gather_in_place: bool = False,
         durable: bool = False,
         stager: Stager,
         arena: Arena,
@@ -87,6 +91,10 @@ class PagedModel:
             dtype=compute_dtype,
             on_lost=self._lose,
         )
+        for sub in self.sub_groups:
+            sub.is_speculative = is_speculative(layout, sub.layout, options)
+        self.notes = place_held(self.sub_groups, stager.device.numa_node)
+        """What the machine refused."""
         self.groups = make_groups(layout, group_names, self.sub_groups, options)
         self._foreign = foreign
         if foreign is not None:
@@ -99,7 +107,7 @@ class PagedModel:
             group = self.groups[index]
             if group.chunk is not None:
                 group.chunk.home = stager.make_room(group.chunk.lease_bytes, group.chunk.name)
-                group.lodges = lodge
+                group.stays, group.may_gather_in_place = True, gather_in_place
         self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(self.groups, self.sub_groups, self._slots, self.health, stager)
         self.updates.point_all()
@@ -143,7 +151,7 @@ class PagedModel:
             group.cached = group.resident = None
             if group.chunk is not None:
                 group.chunk.fills = ()
-            if group.lodges and group.sharded_module is not None:
+            if group.may_gather_in_place and group.sharded_module is not None:
                 forget_gathered(group.sharded_module)
         for shard in self.shards:
             shard.resident = None
@@ -156,6 +164,7 @@ class PagedModel:
         for lease in self.leases:
             lease.give_back()
         for group in self.groups:
+            group.stays = False
             if group.chunk is not None:
                 group.chunk.home = None
 
@@ -167,7 +176,7 @@ class PagedModel:
 
         No update may wait, and all must be written. Raises IoError, OSError.
         """
-        assert not self.updates
+        assert not self.updates.waiting
         sections = [sub.sources() for sub in self.sub_groups]
         copying = Copying(self._arena, sections, path, finish)
         self._slots.start_copying(copying)
@@ -181,7 +190,7 @@ class PagedModel:
 
     def mark_committed(self) -> None:
         """All values are as a commit says, and all of them are written. They stay where they are until the next one."""
-        assert not self.updates
+        assert not self.updates.waiting
         for sub in self.sub_groups:
             sub.committed_slot = sub.current_slot
 

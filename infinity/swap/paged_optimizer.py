@@ -1,21 +1,31 @@
 """An optimizer over paged parameters: what a step does to each sub-group.
 
-What all of them share is here. How gradients get here is in gradient_lap.py; what is kept of each parameter, in
-optimizer_state.py; how elements are updated, in paged_adam.py, paged_muon.py and hosted_optimizer.py.
+What all of them share is here. What is kept of each parameter is in optimizer_state.py; how elements are updated, in
+paged_adam.py, paged_muon.py and hosted_optimizer.py. A gradient goes through this file and gradient_lap.py by turns, in the
+backward:
+
+    1  here   `_gradient_came`, or `_take_unreduced`       FSDP2 says that gradients came
+    2  there  `came`, or `came_unreduced`                  are all of the group there?
+    3  here   `_group_came`                                by the group's timing: apply, take, or take and speculate
+    4  there  `take`                                       they wait, and their norms are noted
+    5  here   `_apply_gradients`, `_update_speculatively`  what updates each sub-group (`_updates_of`)
+    6  there  `update_in_backward`, `_update`             run them: `PendingUpdates.run_in_backward`
+    7  here   `_update`                                    the arithmetic, in the lease of a sub-group
 
 [Note: What an update holds]
 An update that waits holds no parameter and no moment. Paged tensors lead to the paging, and so to the updates that wait; if an
-update led back to them, a model that is dropped without `close` would never be freed. Python's collector does not see that a
-view of a paged tensor holds that tensor, and takes it for held by something else.
+update led back to them, a model that is dropped without `close` would never be freed. Python's collector can't see the
+reference from a view to its base, so it takes the base for one that is held from outside.
 """
 
 from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -25,18 +35,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
-from infinity.fsdp2.sharding import ask_for_unreduced, in_backward
-from infinity.schedule.update_timing import UpdateTiming
+from infinity.fsdp2.sharding import in_backward, set_gradient_handlers
+from infinity.schedule.scheme import UpdateTiming
 from infinity.store.layout import Field
-from infinity.swap.gradient_lap import GradientLap, Gradients, lost_gradients, move_out, trained_shard
+from infinity.swap.gradient_lap import GradientLap, Gradients, Taken, lost_gradients, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
-from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
 from infinity.swap.optimizer_state import PagedState
 from infinity.swap.shard import PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import Taken
+from infinity.swap.waiting_gradients import HostGradient
 
 
 class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -59,9 +68,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging = swap.paging
         kind = type(self).__name__
         self._paged_state = PagedState(self._paging, kind, self.moments, counts_steps=self.counts_steps)
-        self._bare = object.__new__(type(self))
+        self._without_parameters = object.__new__(type(self))
         """This optimizer without its parameters: see [Note: What an update holds]."""
-        self._bare.__dict__.update(vars(self), param_groups=[], state={})
+        self._without_parameters.__dict__.update(vars(self), param_groups=[], state={})
         if not self.rounds_moments and self._paging.options.moments_dtype is not torch.float32:
             raise ConfigError(
                 f"{kind} keeps its numbers in fp32, and the model was paged for "
@@ -101,7 +110,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.lap.hooks[parameter] = parameter.register_post_accumulate_grad_hook(came).id  # FSDP2 calls it
             module = shard.group.sharded_module
             if shard.resident is None and module is not None and not self._paging.device.is_discrete:
-                ask_for_unreduced(module, partial(_tell_unreduced, weakref.ref(self), shard.group))
+                further = (
+                    None if self._paging.options.updates_are_collective else partial(_tell_further, weakref.ref(self))
+                )
+                set_gradient_handlers(
+                    module,
+                    partial(_tell_unreduced, weakref.ref(self), shard.group),
+                    further,  # ranks must not differ in how often their collectives run
+                )
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -130,7 +146,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
         gradients by `grad_scale` unless they are clipped or overflowed. None: another one follows before the step."""
         self._speculation.expected_scale = grad_scale
-        self.lap.forget_coming()
+        self.lap.forget_due()
 
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
@@ -260,7 +276,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for parameter, stepped in stepping.items():
             self._paged_state.count_step(stepped.shard, self.state[parameter])
         self.lap.note_applied(grads, self._inputs_of({p: stepped.settings for p, stepped in stepping.items()}))
-        self.lap.update_soon(group, updates)
+        self.lap.update_in_backward(group, updates)
 
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
         """Update what can be of a group whose gradients were taken, for the step to accept."""
@@ -270,7 +286,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
             self._speculation.note_inputs({stepped.shard.index: stepped.inputs for stepped in stepping.values()})
-            self.lap.update_soon(group, updates)
+            self.lap.update_in_backward(group, updates)
 
     def _updates_of(
         self,
@@ -284,7 +300,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for sub in sub_groups:
             of_sub = {piece.shard: by_shard[piece.shard] for piece in sub.layout.pieces if piece.shard in by_shard}
             if of_sub:
-                updates[sub] = partial(self._bare._update, sub, of_sub, taken(sub))
+                updates[sub] = partial(self._without_parameters._update, sub, of_sub, taken(sub))
         return updates
 
     def _check_used(self, grad_scale: float) -> None:
@@ -342,12 +358,12 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> dict[nn.Parameter, Stepping]:
         """Of the parameters that have a gradient, with state made where it is their first step. `grads`: theirs, where they
         are neither in `.grad` nor wait."""
-        has, shards = self._paging.waiting_gradients.has, self.lap.shards
+        came, shards = self._paging.waiting_gradients.kept_shards, self.lap.shards
         left: dict[nn.Parameter, torch.Tensor] = {}
         chosen = []
         for parameter, group in self._with_groups(only):
             grad = grads[parameter] if grads is not None else self.lap.left(parameter)
-            waits = has(shards[parameter])
+            waits = shards[parameter].index in came
             if grad is not None:
                 left[parameter] = grad.reshape(-1)
                 if waits:  # an exception came between them
@@ -362,8 +378,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 settings[id(group)] = self._settings(group)
             shard = shards[parameter]
             state = self.state[parameter] = self._paged_state.adopted(parameter, self.state[parameter])
-            self._paged_state.make(parameter, state)
-            steps, first = self._paged_state.steps_of(state), self._paged_state.is_first_step(shard, state)
+            if not state:
+                self._paged_state.make(parameter, state)
+            steps, first = self._paged_state.steps_of(shard, state)
             assert isinstance(parameter, DTensor)
             of_group = settings[id(group)]
             stepping[parameter] = Stepping(
@@ -371,14 +388,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             )
         return stepping
 
-    def _with_groups(self, only: Collection[nn.Parameter] | None) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    def _with_groups(self, only: Collection[nn.Parameter] | None) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """The parameters, or `only` these, in their order, with what `param_groups` say of them."""
         if only is None:
-            return ((parameter, group) for group in self.param_groups for parameter in group["params"])
+            return [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         if not self._places:  # not once per group of the model: it takes as long as there are parameters
             self._places = {p: (place, group) for place, (p, group) in enumerate(self._with_groups(None))}
-        stepped = [parameter for parameter in only if parameter in self._places]  # others left the groups meanwhile
-        return ((p, self._places[p][1]) for p in sorted(stepped, key=lambda parameter: self._places[parameter][0]))
+        places = [(*self._places[p], p) for p in only if p in self._places]  # others left the groups meanwhile
+        places.sort(key=itemgetter(0))
+        return [(parameter, group) for _, group, parameter in places]
 
     @abc.abstractmethod
     def _settings(self, group: dict[str, Any]) -> Any:
@@ -413,7 +431,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         batches: dict[Any, list[SteppedPiece]] = {}
         for piece in sub.layout.pieces:
             stepped = stepping.get(piece.shard)
-            numel = min(piece.numel, stepped.numel - piece.start) if stepped else 0  # padding is never stepped
+            numel = (
+                min(piece.numel, stepped.shard.shape.numel() - piece.start) if stepped else 0
+            )  # padding is never stepped
             # A rank that has no rows of a matrix takes part in its update.
             if stepped is not None and (numel > 0 or sub.layout.whole):
                 if stepped.grad is not None:
@@ -453,6 +473,13 @@ def _tell_unreduced(
     return alive._take_unreduced(group, grads) if alive is not None else ()
 
 
+def _tell_further(optimizer: weakref.ref[PagedOptimizer], share: float) -> None:
+    alive = optimizer()
+    if alive is not None:
+        with torch.no_grad():
+            alive.lap.came_further(share)
+
+
 @dataclass(frozen=True)
 class Stepping:
     """One parameter that is stepped: its shard and how it is sharded, the settings of its group, its `steps` so far and whether
@@ -465,11 +492,6 @@ class Stepping:
     first: bool
     grad: HostGradient | None
     grad_scale: float
-
-    @property
-    def numel(self) -> int:
-        """Elements without padding."""
-        return self.shard.shape.numel()
 
     @property
     def inputs(self) -> tuple[Any, ...]:

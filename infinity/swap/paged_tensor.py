@@ -128,11 +128,11 @@ class PagedTensor(ElsewhereTensor):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor | None]:
-        """The padded shard in the dtype of compute; what it is among, as metadata, where FSDP2 is to copy nothing."""
+        """The padded shard in the dtype of compute; if it is gathered in place, no elements, and its bytes as metadata."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
         piece = self._lap.gather(shard, training=module.training, dtype=dtype)
-        if shard.is_lodged:
+        if shard.gathers_in_place:
             return (torch.empty(0, dtype=dtype),), piece
         elements = shard.elements(piece).to(dtype)
         return (elements.view(shard.padded_shape) if elements.numel() else elements,), None  # FSDP2 takes no (-1, 0)
@@ -152,7 +152,7 @@ class PagedTensor(ElsewhereTensor):
         self._lap.gathered(self._shard)
         if out is not None:
             return None
-        return all_gather_outputs[0] if metadata is None else self._shard.lodge(metadata), ()
+        return all_gather_outputs[0] if metadata is None else self._shard.gathered(metadata), ()
 
     def apply_(self, function: Any) -> Any:
         self.store(self.materialize().apply_(function))

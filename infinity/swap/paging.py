@@ -40,6 +40,7 @@ from infinity.fsdp2.sharding import (
     install,
     is_at_rest,
     is_in_forward,
+    local_of,
 )
 from infinity.fsdp2.vertical import gradients_in
 from infinity.schedule.pinned import sub_groups_ahead
@@ -89,8 +90,7 @@ class Paging:
         """Where its gradients wait for their update."""
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
-        self._room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
-        """Of the pool, for what comes and goes."""
+        room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
         self._activation_part: PoolPart | None = None
         if options.activation_buffer_bytes:
             self._activation_part = PoolPart(
@@ -101,7 +101,10 @@ class Paging:
             (sub.gradient_bytes for sub in paged.layout.sub_groups), default=0
         )  # a lease in the middle of a backward
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
-        self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
+        self.policy = StagingPolicy(paged, options, room_bytes - spilling, look_ahead_bytes)
+        self._sub_groups_ahead = sub_groups_ahead(
+            room_bytes - self.policy.units.staying_bytes, paged.layout.sub_group_bytes_max
+        )
         ahead = self._make_ahead()
         self.parameters = ParameterLap(paged, self.policy, ahead, self.entered, alone=alone)
         self._lock = threading.RLock()
@@ -118,25 +121,25 @@ class Paging:
     def take_over(self, groups: Sequence[ShardedGroup], *, resumes: bool) -> dict[nn.Parameter, nn.Parameter]:
         """Move the values of a sharded model into the arena, unless a run that `resumes` has them there; the paged tensors that
         are to take the parameters' place."""
-        parameters = [parameter for group in groups for parameter in group.parameters]
+        parameters = [parameter for group in groups for parameter in group.sharded]
         replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(self.paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self.parameters, self.device.torch_device)
             shard.filled |= shard.shape.numel() == 0
-            if not shard.filled and not source.local.is_meta and not resumes:
-                local.store(source.local.detach())
-            sharded = source.sharded
+            values = local_of(source)
+            if not shard.filled and not values.is_meta and not resumes:
+                local.store(values.detach())
             tensor = DTensor.from_local(
                 local,
-                sharded.device_mesh,
-                sharded.placements,
+                source.device_mesh,
+                source.placements,
                 run_check=False,
-                shape=sharded.shape,
-                stride=sharded.stride(),
+                shape=source.shape,
+                stride=source.stride(),
             )
-            paged = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
-            carry_hooks(source.parameter, paged)
-            replacements[source.parameter] = paged
+            paged = nn.Parameter(tensor, requires_grad=source.requires_grad)
+            carry_hooks(source, paged)
+            replacements[source] = paged
         return replacements
 
     def install(
@@ -145,13 +148,13 @@ class Paging:
         """From now on the model has the paged tensors, and its passes are followed."""
         install(model, dict(replacements))
         name_parameters(model)
-        guard(model)
+        guard(model, self.host_gradients.reused)
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):
             paged.module = weakref.ref(cast(nn.Module, group.module))
             paged.is_routed = isinstance(group.module, Expert) and paged.is_frozen
-            if paged.lodges and paged.is_frozen:
+            if paged.may_gather_in_place and paged.is_frozen:
                 forget_when_written(group.module, partial(_forget, weakref.ref(self), paged.index))
         index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
         for experts in routed_experts(model):
@@ -170,10 +173,8 @@ class Paging:
         Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
         at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
         """
-        room_bytes = self._room_bytes - self.policy.units.staying_bytes
-        ahead = sub_groups_ahead(room_bytes, self.paged.layout.sub_group_bytes_max)
         with self.entered():
-            self.paged.updates.run_all(ahead)
+            self.paged.updates.run_all(self._sub_groups_ahead)
 
     def end_step(self) -> None:
         """The step is over; the next one's first groups are read as soon as they are written."""
@@ -194,23 +195,24 @@ class Paging:
         What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
         pass is going on: see [Note: Other threads].
         """
-        with self._lock, outside_inference_mode():
+        with self._lock:
             if self._in_use:
                 yield
                 return
             self.check_thread()
             if gathers and not in_backward():
                 self._thread = threading.get_ident()
-            if self._broken:
-                self.recover()
-            self._in_use = True
-            try:
-                yield
-            except BaseException:
-                self._broken = True
+            with outside_inference_mode():
+                if self._broken:
+                    self.recover()
+                self._in_use = True
+                try:
+                    yield
+                except BaseException:
+                    self._broken = True
+                    self._in_use = False
+                    raise
                 self._in_use = False
-                raise
-            self._in_use = False
 
     def alone(self) -> contextlib.AbstractContextManager[object]:
         """Around what no other thread may look into: others wait."""
@@ -238,6 +240,7 @@ class Paging:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
         self.waiting_gradients.forget(range(len(self.paged.shards)))
         self.paged.close()
+        self.host_gradients.reused.release()
         self._machinery = self._activation_part = self._activation_stager = None
 
     def leave_to_parent(self) -> None:
@@ -246,7 +249,7 @@ class Paging:
         self._lock = threading.RLock()
         self.paged.health.close(IN_CHILD)
         for group in self.paged.groups:
-            if group.lodges and group.sharded_module is not None:
+            if group.may_gather_in_place and group.sharded_module is not None:
                 forget_gathered(group.sharded_module)
 
     def recover_if_broken(self) -> None:
@@ -279,7 +282,7 @@ class Paging:
         model = self._model() if self._model is not None else None
         if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
             raise InfinityError(
-                "another thread trains the model, whose parameters rest on NVMe, and it is in the middle of a step: look at "
+                "another thread trains the model, whose parameters are paged, and it is in the middle of a step: look at "
                 "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
             )
 
@@ -292,8 +295,7 @@ class Paging:
             self.leave_unfinished_pass(at_root=True)
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
-            micro_batches, reductions = gradients_in(args)
-            self.policy.begin_pass(trains=trains, micro_batches=micro_batches, reductions=reductions)
+            self.policy.begin_pass(trains, *gradients_in(args))
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward() and self.paged.health.state is Health.PART_STEPPED:

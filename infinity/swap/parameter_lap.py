@@ -11,8 +11,8 @@ back: not only when FSDP2 reports it gathered, which it does when the group is u
 uses, one group at a time, and reports at once.
 
 [Note: Ahead on the device]
-A device with memory of its own gets a group's compute parameters in one piece, before the group is gathered where they are
-staged by then: the lap starts that whenever a group was gathered. Until the gather the chunk stays staged, and its copy event
+Each time a group was gathered, the lap starts to copy the compute parameters of the next groups to a device that has memory of
+its own, one piece per group, if they are staged. Until the gather the chunk stays staged, and its copy event
 says when the device has the bytes; whatever is about to change them forgets the group, and what is on the device with it. An
 update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
 group while the device computes the one before it. Compute parameters that stay in host memory go with those of their group, in
@@ -30,7 +30,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import in_backward
 from infinity.swap.chunk import ChunkState
-from infinity.swap.group import GroupState, PagedGroup
+from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.shard import PagedShard
@@ -71,8 +71,8 @@ class ParameterLap:
         the values are torn, were never given, or are asked for in another dtype; IoError when a transfer failed.
         """
         delivery = shard.delivery
-        if delivery.state is GroupState.GATHERING and shard.index not in delivery.given:
-            return delivery.give(shard.index)
+        if (piece := delivery.give_more(shard.index)) is not None:
+            return piece
         timeline = self._stager.timeline
         noted = timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext()
         with self.entered(gathers=True), noted:
@@ -94,8 +94,8 @@ class ParameterLap:
             return
         with self.entered():
             if shard.resident is None:
-                delivery.report_all()
-                self._give_back(group)
+                delivery.given.clear()
+                self._release(group)
             self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
@@ -127,12 +127,12 @@ class ParameterLap:
                 break
             self.ahead.started.append(group)
 
-    def give_back_copied(self) -> None:
+    def release_copied(self) -> None:
         """The lease of the group that was asked for last goes back, if FSDP2 has copied all of it."""
         group = self._asked
-        if group is not None and group.delivery.state is GroupState.DELIVERED:
-            self._give_back(group)
-            group.delivery.report_all()
+        if group is not None and group.delivery.is_given:
+            self._release(group)
+            group.delivery.given.clear()
 
     def recover(self) -> None:
         """An exception ended a pass; the groups rest."""
@@ -182,7 +182,7 @@ class ParameterLap:
     def _turn_to(self, group: PagedGroup, training: bool) -> None:
         """The group's chunk is in use after this."""
         if self._asked is not group:
-            self.give_back_copied()
+            self.release_copied()
             self._asked = group
         if group.chunk is None:
             self._stage(group)
@@ -218,11 +218,12 @@ class ParameterLap:
             if waiting:
                 updates.point(group)
 
-    def _give_back(self, group: PagedGroup) -> None:
+    def _release(self, group: PagedGroup) -> None:
         if group.in_use:
             assert group.chunk is not None
             may_come = group.is_routed or (group.is_frozen and self._policy.is_first_evaluation)
-            keep = may_come or self._stager.readahead.needed(group.chunk) is not None
+            stays = self._policy.keep_for_update(group)
+            keep = may_come or stays or self._stager.readahead.needed(group.chunk) is not None
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None
@@ -235,7 +236,7 @@ class ParameterLap:
         updates, stager = self._paged.updates, self._stager
         fetched = bool(group.fetched_bytes) and group.delivery.in_flight is None
         resident = bool(group.resident_bytes) and group.resident_delivery.in_flight is None
-        waiting_resident = [sub for sub in group.resident_sub_groups if resident and sub in updates]
+        waiting_resident = [sub for sub in group.resident_sub_groups if resident and sub in updates.waiting]
         waiting = waiting_resident + (updates.of(group) if fetched else [])
         needed = [sub.chunk for sub in waiting if sub.moves]
         if fetched and group.chunk is not None:
@@ -289,6 +290,6 @@ class DeviceAhead:
         for group in self.started:
             if group not in coming and group is not asked_for:
                 group.delivery.let_go()
-                group.resident_delivery.forget_delivery()
+                group.resident_delivery.end()
         self.started = []
         return coming

@@ -14,9 +14,21 @@ the new ones there, and the rest of the state alone is read.
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
 be updated as soon as its gradients are there, and they need no memory beyond that (but every fourth group's wait for the next
-forward: [Note: Balance of the passes] in infinity/schedule/update_timing.py). Its compute parameters were read for its
+forward: [Note: Balance of the passes] in infinity/schedule/scheme.py). Its compute parameters were read for its
 backward and are staged still, as the trace knows that they are needed again; so the update reads the rest of the state. A group
 of which a gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
+
+[Note: Speculative updates]
+Where gradients are clipped, scaled or accumulated, what they are multiplied by is known only when the last of them has come. As
+a rule it is what it was expected to be: the norm is below the clipping, nothing overflowed. So a group is updated in the
+backward with the expected factor, from the slot that holds its values into the other one, and its gradients go on waiting. The
+step accepts that, and the other slot is current from then on; or it discards it, and the update waits for its group's next use,
+as if it had never been made early. Nothing of a discarded update is ever seen: the values are those of the slot that nobody
+touched, and the new ties are kept here until then. So an exception, a failed write or a kill in between leaves the values of
+the step before.
+
+What can't be written to another slot is not updated early: what is in host memory changes where it is, and a gradient on
+NVMe would be read once more. In a durable run the other slot is free, as the last step was committed before the backward.
 """
 
 from __future__ import annotations
@@ -24,28 +36,93 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 
 from infinity.aio import Lease
 from infinity.schedule.readahead import in_turn
-from infinity.schedule.update_timing import UpdateTiming
-from infinity.swap.chunk import ChunkState
+from infinity.schedule.scheme import SpeculationPolicy, UpdateTiming
+from infinity.swap.chunk import Chunk, ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
-from infinity.swap.slots import Slots
-from infinity.swap.speculation import Speculation
 from infinity.swap.stager import Stager
-from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
+from infinity.swap.sub_group import PagedSubGroup, Slots, SubGroupUpdate
 from infinity.swap.timeline import measured
+
+
+class Speculation:
+    """What the backward of a step updates for the step to accept, and whether it should. Used by one thread at a time."""
+
+    def __init__(self, stager: Stager) -> None:
+        self.expected_scale: float | None = None
+        """By what the step will probably multiply its gradients; None where this backward is not its last one."""
+        self.is_due = True
+        """Whether the next backward speculates; if not, state may be read ahead for the step. Changes in `accept` alone, after
+        which all that reads a sub-group is pointed again."""
+        self._stager = stager
+        self._policy = SpeculationPolicy()
+        self._inputs: dict[int, Any] = {}
+        """By number of their shard: all that updates depend on, without the gradient and the state."""
+        self._ties: dict[PagedSubGroup, torch.Tensor] = {}
+        """Of each sub-group whose other slot holds its update: what the ties will be."""
+
+    def __iter__(self) -> Iterator[PagedSubGroup]:
+        return iter(self._ties)
+
+    @property
+    def promises(self) -> bool:
+        """Whether an update in this backward will probably be accepted."""
+        return self.expected_scale is not None and self._policy.speculates
+
+    def may_update(self, sub: PagedSubGroup) -> bool:
+        """Whether the backward updates the sub-group, whose other slot may be written to."""
+        return sub.is_speculative and sub.committed_slot in (None, sub.current_slot)
+
+    def note_inputs(self, inputs: Mapping[int, Any]) -> None:
+        """Shards are about to be updated from these."""
+        self._inputs |= inputs
+
+    def begin(self, sub: PagedSubGroup, ties: torch.Tensor) -> None:
+        """Its update is being written to the other slot, and has these ties."""
+        self._ties[sub] = ties
+
+    def discard(self, sub: PagedSubGroup) -> bool:
+        """The update of a sub-group is void. Whether there was one."""
+        return self._ties.pop(sub, None) is not None
+
+    def discard_all(self) -> None:
+        """All of them are void."""
+        self._ties.clear()
+        self._inputs.clear()
+
+    def accept(self, inputs: Mapping[int, Any], grad_scale: float) -> set[PagedSubGroup]:
+        """The sub-groups that were updated as the step would, from these inputs, which are updated now; all others are as
+        before. Whatever reads them is to be pointed to their other slot, as `defer` does."""
+        were_updated = bool(self._ties)
+        for sub in [*self._ties]:
+            shards = [piece.shard for piece in sub.layout.pieces if piece.shard in inputs]
+            if not shards or any(self._inputs.get(shard) != inputs[shard] for shard in shards):
+                self.discard(sub)
+        accepted = {*self._ties}
+        for sub, ties in self._ties.items():
+            self._stager.drop(sub.chunk)  # read since, from the slot that was current
+            sub.current_slot, sub.ties = 1 - sub.current_slot, ties
+        self.discard_all()
+        as_planned = bool(accepted) or not were_updated  # not where settings were changed since the backward
+        self._policy.note(as_expected=grad_scale == self.expected_scale and as_planned)
+        self.is_due = self._policy.speculates
+        return accepted
+
+    def note_skipped(self) -> None:
+        """The step changes nothing."""
+        self._policy.note(as_expected=False)
 
 
 class PendingUpdates:
     """Which sub-groups wait for an update: nobody else says so, or changes it.
 
-    Iterates over those that wait, in the order of the step.
-
-    `stepped`: what the last step updates, done or not, in its order.
+    `waiting`: those, in the order of the step. `stepped`: what the last step updates, done or not, in its order.
     """
 
     def __init__(
@@ -59,23 +136,15 @@ class PendingUpdates:
         self._groups, self._sub_groups = groups, sub_groups
         self._slots, self._health, self._stager = slots, health, stager
         self.speculation = Speculation(stager)
-        self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
+        self.waiting: dict[PagedSubGroup, SubGroupUpdate] = {}
+        """The sub-groups that wait for an update, in the order of the step. Not to be changed from outside."""
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
         """The sub-group whose update is running, and the ties that it had before."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
 
-    def __iter__(self) -> Iterator[PagedSubGroup]:
-        return iter(self._pending)
-
-    def __contains__(self, sub: object) -> bool:
-        return sub in self._pending
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
     def of(self, group: PagedGroup) -> list[PagedSubGroup]:
         """The group's members that wait for an update."""
-        return [sub for sub in group.members if sub in self._pending]
+        return [sub for sub in group.members if sub in self.waiting] if self.waiting else []
 
     def group_of(self, sub: PagedSubGroup) -> PagedGroup | None:
         """The group that gathers from the sub-group; None for one of resident shards."""
@@ -92,10 +161,12 @@ class PendingUpdates:
         What is staged of a group is forgotten unless it is what the group has now, and stays where that is about to change; of
         a sub-group, only what the update can't use. No sub-group waits for another update.
         """
-        assert not self._pending
+        assert not self.waiting
         stager = self._stager
         for group in self._groups:
             waits = any(sub in updates for sub in group.members)
+            if any(sub in updates for sub in group.resident_sub_groups):
+                group.resident_delivery.forget()
             if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
                 group.end_gather(stager)
                 if group.chunk is not None:
@@ -106,7 +177,7 @@ class PendingUpdates:
             if sub.gradient_extent is not None:  # read with an earlier gradient
                 stager.drop(sub.chunk)
         self.stepped = tuple(updates)
-        self._pending.update(updates)
+        self.waiting.update(updates)
         for group in self._groups:
             self.point(group)
 
@@ -114,7 +185,7 @@ class PendingUpdates:
 
     def catch_up(self, sub: PagedSubGroup) -> None:
         """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
-        if sub not in self._pending:
+        if sub not in self.waiting:
             return
         group = self.group_of(sub)
         with self._home_of(group) as home:
@@ -132,17 +203,17 @@ class PendingUpdates:
         """
         stager, group = self._stager, self.group_of(sub)
         if sub.rests_in_host:
-            self._slots.let_be_copied(sub, sub.current_slot)
+            self._slots.wait_for_checkpoint_copy(sub, sub.current_slot)
         if into is not None:
             assert group is not None and group.chunk is not None
             stager.wait_copied(group.chunk)  # what it holds changes in the update
         lease = stager.acquire(sub.chunk) if sub.moves else None
         try:
-            with self._health.change("an optimizer step") if sub.rests_in_host else self._undo_on_error(sub):
-                self._make(sub, self._pending[sub], lease, into, holds_old=group is not None and group.stays)
+            with self._health.change("an optimizer step") if sub.rests_in_host else self._restoring_ties(sub):
+                self._update_in_lease(sub, self.waiting[sub], lease, into, holds_old=group is not None and group.stays)
                 with self._health.change("an optimizer step"):
                     self._running = None
-                    del self._pending[sub]
+                    del self.waiting[sub]
                     if lease is not None:
                         self.write_and_point(sub)
         except BaseException:
@@ -157,7 +228,7 @@ class PendingUpdates:
         Reads `sub_groups_ahead` sub-groups ahead; the last writes go on in the background.
         Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
         """
-        moving, in_memory = [sub for sub in self if sub.moves], [sub for sub in self if not sub.moves]
+        moving, in_memory = [sub for sub in self.waiting if sub.moves], [sub for sub in self.waiting if not sub.moves]
         groups = [group for group in self._groups if self.of(group)]
         ahead = in_turn([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
         self._stager.readahead.follow(ahead)
@@ -194,16 +265,16 @@ class PendingUpdates:
             raise
 
     @contextlib.contextmanager
-    def _undo_on_error(self, sub: PagedSubGroup) -> Iterator[None]:
+    def _restoring_ties(self, sub: PagedSubGroup) -> Iterator[None]:
         """Around an update of what is in a lease: until its write begins, an exception leaves the sub-group as it was."""
         self._running = (sub, sub.ties)
         try:
             yield
         except BaseException:
-            self._undo()
+            self._restore_ties()
             raise
 
-    def _undo(self) -> None:
+    def _restore_ties(self) -> None:
         if self._running is not None:
             sub, ties = self._running
             sub.ties = ties
@@ -216,21 +287,28 @@ class PendingUpdates:
         group: PagedGroup,
         updates: Mapping[PagedSubGroup, SubGroupUpdate],
         after_each: Callable[[PagedSubGroup], None],
+        *,
+        first: bool,
+        last: bool,
     ) -> None:
         """Update members of a group whose gradients came: to stay ([Note: Updates in the backward]), or in their other slot,
-        for the step to accept ([Note: Speculative updates] in speculation.py).
+        for the step to accept ([Note: Speculative updates]). `first`, `last`: whether none of the group was updated before
+        these in this backward, and none follows.
 
         Where the masters need the group's compute parameters or the group stays, these are in its lease meanwhile. Afterwards
-        that holds the new ones if the group stays; else it is forgotten. Raises IoError when a transfer failed. After any
-        failure the values are torn, unless the updates are speculative.
+        that holds the new ones if the group stays; else it is forgotten with the `last` ones. Raises IoError when a transfer
+        failed. After any failure the values are torn, unless the updates are speculative.
         """
-        assert group.timing.in_backward and not any(sub in self._pending for sub in updates)
+        assert group.timing.in_backward and self.waiting.keys().isdisjoint(updates)
         stager, speculative = self._stager, group.timing is UpdateTiming.SPECULATIVE
         run = self._run_speculative if speculative else self._run_applied
         with contextlib.nullcontext() if speculative else self._health.change("an update in the backward"):
             if group.cached is not None and not speculative:
                 group.forget(stager)  # its compute parameters change where they lie
-            chunk = group.renewed
+            early: tuple[Chunk, ...] = ()
+            if group.chunk is not None and not first:  # it may hold what the updates before these have made
+                early, group.chunk.early = group.chunk.early, ()
+            chunk = group.chunk_to_update
             compute = stager.acquire(chunk) if chunk is not None else None
             stays = False
             try:
@@ -239,29 +317,30 @@ class PendingUpdates:
                 for sub, update in updates.items():
                     run(sub, update, compute)
                     after_each(sub)
-                stays = group.stays
+                stays = group.stays or not last
             finally:
                 if chunk is not None and stays:
-                    chunk.early = tuple(sub.chunk for sub in updates) if speculative else ()
+                    chunk.early = (*early, *(sub.chunk for sub in updates)) if speculative else ()
                     group.end_gather(stager)
                 else:
                     group.forget(stager)
-                self.point(group)
+                if not (speculative and stays and not last):  # else nothing is to be read from elsewhere yet
+                    self.point(group)
 
     def _run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         if sub.rests_in_host:
-            self._slots.let_be_copied(sub, sub.current_slot)
+            self._slots.wait_for_checkpoint_copy(sub, sub.current_slot)
         if sub.moves:
             self._update_staged(sub, update, compute)
             self.write_and_point(sub)
             return
-        self._make(sub, update, None, compute, holds_old=True)
+        self._update_in_lease(sub, update, None, compute, holds_old=True)
 
     def _run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
-        with self._undo_on_error(sub):
+        with self._restoring_ties(sub):
             self._update_staged(sub, update, compute)
             ties = sub.ties
-            self._undo()
+            self._restore_ties()  # until the step accepts, its values are the old ones
         self.speculation.begin(sub, ties)  # first, as a write that fails discards it
         self._slots.write_other_slot(sub)
 
@@ -270,13 +349,13 @@ class PendingUpdates:
         stager = self._stager
         lease = stager.acquire(sub.chunk)
         try:
-            self._make(sub, update, lease, compute, holds_old=True)
+            self._update_in_lease(sub, update, lease, compute, holds_old=True)
         except BaseException:
             stager.release(sub.chunk, keep=False)
             stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
 
-    def _make(
+    def _update_in_lease(
         self, sub: PagedSubGroup, update: SubGroupUpdate, lease: Lease | None, compute: Lease | None, *, holds_old: bool
     ) -> None:
         """Update what is under `lease`; afterwards `compute`, the lease of its group, has its new compute parameters.
@@ -286,8 +365,7 @@ class PendingUpdates:
         timeline = self._stager.timeline
         try:
             if compute is not None and holds_old and sub.gathers_from_nvme and sub.layout.split:
-                start = sub.layout.start * sub.layout.compute_itemsize
-                sub.staged = compute.view(sub.compute_dtype, start, sub.layout.numel)
+                sub.staged = compute.view(sub.compute_dtype, sub.layout.gathered_start, sub.layout.numel)
             with measured(timeline, "update", sub.chunk.name):
                 update(lease)  # PagedOptimizer._update, by `_updates_of`
             if compute is not None and sub.staged is None:
@@ -301,49 +379,49 @@ class PendingUpdates:
     def write_and_point(self, sub: PagedSubGroup) -> None:
         """Start writing the sub-group's lease. Its group is to be pointed to the new bytes before it is read again."""
         self._slots.write_current(sub)
-        self._point_sub_group(sub)
+        self._point_sub_group(sub, self.group_of(sub))
 
     def point(self, group: PagedGroup) -> None:
         """From now on, staging the group's chunk fetches what is gathered of those members that don't wait for an update, and
         staging a member's chunk what its update will need."""
         for sub in group.members:
-            self._point_sub_group(sub)
-        group.point(self._pending)
+            self._point_sub_group(sub, group)
+        group.point(self.waiting)
 
     def moved(self, sub: PagedSubGroup) -> None:
         """The sub-group's values are in another slot: whatever reads it does so there."""
         group = self.group_of(sub)
         if group is None:
-            self._point_sub_group(sub)
+            self._point_sub_group(sub, None)
             return
         group.forget(self._stager)
         self.point(group)
 
     def point_all(self) -> None:
         """Whatever reads a sub-group reads what it needs now, where it is now."""
-        for group in self._groups:
-            self.point(group)
         for sub in self._sub_groups:
-            self._point_sub_group(sub)
+            self._point_sub_group(sub, self.group_of(sub))
+        for group in self._groups:
+            group.point(self.waiting)
 
     def clear(self) -> None:
         """Nothing waits any more: the values are not whole any more, or gone, and what is set anew is not to be updated."""
-        self._pending.clear()
+        self.waiting.clear()
         for group in self._groups:
             self.point(group)
 
     def recover(self) -> None:
         """An exception ended an update at whatever line: one that was running waits again, and none is speculative any more."""
-        self._undo()
+        self._restore_ties()
         self.speculation.discard_all()
         self.point_all()
 
-    def _point_sub_group(self, sub: PagedSubGroup) -> None:
-        group = self.group_of(sub)
+    def _point_sub_group(self, sub: PagedSubGroup, group: PagedGroup | None) -> None:
         with_group = False
         if group is not None and group.chunk is not None:
-            in_backward = group.timing.in_backward and self.speculation.is_due
-            with_group = group.stays or (in_backward and sub not in self._pending)
+            speculates = sub.is_speculative and self.speculation.is_due
+            in_backward = group.timing is UpdateTiming.BACKWARD or speculates
+            with_group = group.stays or (in_backward and sub not in self.waiting)
         reads = sub.reads(compute=not with_group)
         if reads != sub.chunk.reads:
             if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # other bytes than these
@@ -367,5 +445,4 @@ def _is_staged_as_accepted(group: PagedGroup, accepted: Collection[PagedSubGroup
 def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
     """Copy what is gathered of a sub-group, which is under `lease`, into the lease of its group."""
     name = sub.layout.gathered
-    start = sub.layout.start * sub.layout.itemsize(name)
-    into.view(sub.dtype(name), start, sub.layout.numel).copy_(sub.view(name, lease))
+    into.view(sub.dtype(name), sub.layout.gathered_start, sub.layout.numel).copy_(sub.view(name, lease))

@@ -11,14 +11,14 @@ from functools import partial
 
 import torch
 
-from infinity.aio import Lease
+from infinity.aio import Lease, PinnedSlab, near
 from infinity.store.arena import Arena, Extent
 from infinity.store.foreign import ForeignFiles
 from infinity.store.layout import Field, Layout, SubGroup
 from infinity.swap.chunk import Chunk
-from infinity.swap.foreign_shard import spans_of
 from infinity.swap.group import ForeignReads, PagedGroup, group_chunk
 from infinity.swap.options import PagingOptions
+from infinity.swap.shard import spans_of
 from infinity.swap.sub_group import Location, PagedSubGroup, Tier
 
 
@@ -33,8 +33,9 @@ def place_sub_groups(
 ) -> list[PagedSubGroup]:
     """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients.
 
-    `has_second`: which of them have a second slot. `dtype`: of compute parameters. What is cached has no place yet: see
-    `place_cached`. Raises StoreError, naming what is `stored`, when the arena can't hold them; nothing is reserved then.
+    `has_second`: which of them have a second slot. `dtype`: of compute parameters. Fields that stay in host memory have no
+    place yet: see `place_held` and `place_cached`. Raises StoreError, naming what is `stored`, when the arena can't hold them;
+    nothing is reserved then.
     """
     sub_groups = layout.sub_groups
     twice = [sub for sub in sub_groups if has_second(sub)]
@@ -56,6 +57,20 @@ def place_sub_groups(
     return placed
 
 
+def place_held(sub_groups: Sequence[PagedSubGroup], node: int | None) -> list[str]:
+    """Give held fields their places, one behind the other, in memory of a NUMA node. Notes what the machine refused."""
+    held = [(sub, name) for sub in sub_groups for name in sub.layout.fields if name in sub.layout.held]
+    nbytes, notes = sum(sub.layout.field_bytes(name) for sub, name in held), list[str]()
+    if nbytes:
+        with near(node, notes):
+            slab = PinnedSlab(nbytes)
+        view = partial(_view, slab)
+        at = 0
+        for sub, name in held:
+            at = _place(sub, name, view, at)
+    return notes
+
+
 def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup], cache: Lease) -> None:
     """Give cached fields their places: group by group what is gathered, so that it lies in one piece, then the others."""
     cache.view(torch.uint8).zero_()  # like bytes of the arena that were never written
@@ -64,14 +79,14 @@ def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGrou
         first = at
         for sub in group.members:
             if sub.layout.gathered in sub.layout.cached:
-                at = _place(sub, sub.layout.gathered, cache, at)
+                at = _place(sub, sub.layout.gathered, cache.view, at)
         if group.members and not group.foreign.nbytes and not any(sub.gathers_from_nvme for sub in group.members):
             numel = sum(sub.layout.numel for sub in group.members)
             group.cached = cache.view(group.members[0].compute_dtype, first, numel)
     for sub in sub_groups:
         for name in sub.layout.cached:
             if sub.locations[name].tensor is None:
-                at = _place(sub, name, cache, at)
+                at = _place(sub, name, cache.view, at)
 
 
 def make_groups(
@@ -88,6 +103,7 @@ def make_groups(
         assert all(spec.group == space for spec in specs), "the shards of a group come one after the other"
         group.resident_delivery.count = sum(spec.resident for spec in specs)
         group.delivery.count = len(specs) - group.resident_delivery.count
+        group.delivery.stays = group.resident_delivery.stays = options.keep_on_device
     return groups
 
 
@@ -111,15 +127,17 @@ def open_chunks(layout: Layout, sub_groups: Sequence[PagedSubGroup], groups: Seq
 def _location(sub: PagedSubGroup, name: Field) -> Location:
     layout: SubGroup = sub.layout
     nbytes, numel, dtype = layout.field_bytes(name), layout.field_numel(name), sub.dtype(name)
-    if name in layout.held:
-        return Location(Tier.HOST, nbytes, dtype, numel, tensor=torch.zeros(numel, dtype=dtype))
-    if name in layout.cached:  # until `place_cached`
+    if name in layout.held or name in layout.cached:  # until `place_held` or `place_cached`
         return Location(Tier.HOST, nbytes, dtype, numel)
     return Location(Tier.NVME, nbytes, dtype, numel, layout.field_offset(name))
 
 
-def _place(sub: PagedSubGroup, name: Field, cache: Lease, at: int) -> int:
-    """The cached field lies at byte `at` of the lease; where the next one may."""
+def _view(slab: PinnedSlab, dtype: torch.dtype, at: int, numel: int) -> torch.Tensor:
+    return torch.frombuffer(slab, dtype=dtype, count=numel, offset=at)
+
+
+def _place(sub: PagedSubGroup, name: Field, view: Callable[[torch.dtype, int, int], torch.Tensor], at: int) -> int:
+    """The field is at byte `at` of the memory that `view` gives; where the next one may be."""
     location = sub.locations[name]
-    sub.locations[name] = replace(location, tensor=cache.view(location.dtype, at, location.numel))
+    sub.locations[name] = replace(location, tensor=view(location.dtype, at, location.numel))
     return at + location.nbytes

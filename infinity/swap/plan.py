@@ -1,4 +1,4 @@
-"""How a model will rest: its layout, and the pinned pool that this takes. Decided before anything is moved.
+"""How a model will rest: its layout, the pinned pool that this takes, and what stays in that. Decided before anything is moved.
 
 Pure but for one look at how much memory the machine has available.
 """
@@ -6,6 +6,7 @@ Pure but for one look at how much memory the machine has available.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,11 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.aio import absent_bytes
+from infinity.errors import BudgetError, ConfigError
 from infinity.fsdp2.sharding import GroupOutline, padded_shape
+from infinity.host_memory import available_bytes, ranks_here
 from infinity.schedule.pinned import (
+    ACCESS_BYTES,
     GATHERS_IN_USE,
+    GROUPS_HELD,
+    PIPELINE_DEPTH,
     SUB_GROUP_NUMEL_DEFAULT,
+    SUB_GROUP_NUMEL_IN_MEMORY,
     PinnedBudget,
     comfortable_bytes,
     gather_bytes,
@@ -26,14 +33,13 @@ from infinity.schedule.pinned import (
     pipeline_bytes,
     whole_bytes,
 )
-from infinity.schedule.residency import choose_staying, choose_to_stay
+from infinity.schedule.residency import Candidate, choose_resident, choose_staying, choose_to_stay
 from infinity.schedule.scheme import MasterWeights, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredParameter, StoredTensor, lay_out
-from infinity.store.layout import SPACE_ALIGN, Layout, Shard, plan_layout
-from infinity.swap import budget
-from infinity.swap.host_cache import plan_cache
+from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, PartKey, Shard, SubGroup, plan_layout
 from infinity.swap.options import PagingOptions
+from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     Args:
         model, options: what is paged, and how.
         pinned_bytes: the budget; None takes what the model needs to run at full speed.
-        memory_bytes: this rank's share of the memory that is available, `budget.memory_of_rank`.
+        memory_bytes: this rank's share of the memory that is available, `memory_of_rank`.
 
     Raises BudgetError where the budget, or the memory available, is too small, ConfigError for names that no matrix has.
     """
@@ -77,15 +83,19 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     _check_matrices(model, options)
     shards = _shards(model, options)
     foreign = _foreign_parts(model)
-    numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
+    numel_max = SUB_GROUP_NUMEL_IN_MEMORY if options.in_host_memory else SUB_GROUP_NUMEL_DEFAULT
+    numel = min(options.sub_group_size or numel_max, numel_max)
     make = partial(
         plan_layout,
         shards,
         groups=len(groups),
         foreign=foreign,
-        compute_itemsize=dtype.itemsize if dtype.itemsize < 4 or options.hold_state else 0,
+        compute_itemsize=0
+        if dtype.itemsize == 4 and (options.in_host_memory or not options.hold_state)
+        else dtype.itemsize,
         split_master=options.master_weights == "split" and dtype is torch.bfloat16,
         hold_state=options.hold_state,
+        cache_gathered=options.in_host_memory,
         moments=len(options.moments),
         matrix_moments=len(options.matrix_moments),
         moment_itemsize=options.moments_dtype.itemsize,
@@ -103,8 +113,8 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
         bytes_per_element = max(
             (-(-sub.lease_bytes // sub.numel) for sub in layout.sub_groups if sub.trained), default=0
         )
-        fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
-        numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
+        fitting = sub_group_numel_for(room, max(1, bytes_per_element))
+        numel = min(options.sub_group_size or numel_max, max(fitting, SPACE_ALIGN))
         layout = make(sub_group_numel_max=numel, cached=cached)
     gather, stepped = gather_bytes(largest_bytes), layout.sub_group_bytes_max
     reserved = layout.cached_bytes + options.activation_buffer_bytes
@@ -114,9 +124,9 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     spared = [0 if only_run else _spared_reads(layout, options, k, group.gathers) for k, group in enumerate(groups)]
     pinned = pinned_bytes
     if pinned is None:
-        held = _held_gradient_bytes(layout, options)
+        waiting_gradients = _held_gradient_bytes(layout, options)
         may_stay = sum(nbytes for nbytes, reads in zip(group_bytes, spared, strict=True) if reads)
-        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held, may_stay) + reserved
+        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, waiting_gradients, may_stay) + reserved
         if only_run:  # what the pool holds of it is not read again
             pinned = max(pinned, int(min(whole_bytes(group_bytes) + reserved, memory_bytes // 2)))
     if only_run:
@@ -125,12 +135,13 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
         staying = [always[place] for place in choose_to_stay([group_bytes[index] for index in always], room_bytes)]
     else:
         staying = choose_staying(group_bytes, spared, max(0, pinned - reserved - comfortable))
-    budget.check_available(pinned, memory_bytes)
+    held = sum(sub.field_bytes(name) for sub in layout.sub_groups for name in sub.fields if name in sub.held)
+    check_available(pinned, memory_bytes, held_bytes=held)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(
         gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=options.activation_buffer_bytes
     )
-    budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
+    check_budget(pinned, need, groups[largest].name, largest_bytes)
     return ModelPlan(layout, pinned, frozenset(staying))
 
 
@@ -153,8 +164,9 @@ def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
     numels = {p.name: p.shape.numel() for group in groups for p in group.parameters}
     foreign_numel = sum(numels[name] for name in stored)
     few = sum(numels.values()) - foreign_numel <= FEW_SHARE * foreign_numel
-    hold_all = options.hold_parameters or (options.hold_state and few and bool(stored))
-    left = options.max_in_cpu
+    beside_files = options.hold_state and few and bool(stored)
+    hold_all = not options.in_host_memory and (options.hold_parameters or beside_files)
+    left = 0 if options.in_host_memory else options.max_in_cpu
     small_left = math.inf if options.model_persistence_threshold is None else options.model_persistence_threshold
     for index, group in enumerate(groups):
         for parameter in group.parameters:
@@ -232,3 +244,146 @@ def _staged_bytes(layout: Layout, group: int) -> int:
     foreign = layout.foreign[group].nbytes
     away = foreign or any(sub.gathered not in sub.cached for sub in layout.by_space[group])
     return layout.gathered_bytes(group) + foreign if away else 0
+
+
+_PAGES_ROUNDED_UP = 3
+"""In a sub-group with coded moments, two of codes and one of scales may be filled in part."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of a flat space. `like`: one of its sub-groups, all of which have the same fields. `ends`: where whole matrices
+    end (elements from the part's start, ascending); empty where what stays may end anywhere."""
+
+    key: PartKey
+    numel: int
+    like: SubGroup
+    ends: tuple[int, ...]
+
+    def stays(self, units: int) -> int:
+        """How many elements stay where there is room for so many units."""
+        numel = units * SPACE_ALIGN
+        if not self.key.whole:
+            return numel
+        return (0, *self.ends)[bisect_right(self.ends, numel)]
+
+
+def plan_cache(layout: Layout, scheme: Scheme, gathers: Sequence[int], cache_bytes: int) -> dict[PartKey, Cached]:
+    """What stays of each part of each flat space in at most `cache_bytes`: what `plan_layout` takes as `cached`.
+
+    Args:
+        layout: of the model with nothing cached.
+        scheme: when groups are updated, and whether their masters are split where they can be.
+        gathers: by group, how often each micro-batch gathers it. Groups that come first are kept first: what is used at the
+            end of forward and the beginning of backward may stay staged in between.
+    """
+    parts = _parts(layout)
+    candidates: list[Candidate] = []
+    owners: list[tuple[PartKey, bool]] = []
+    for part in parts:
+        resident = part.key.space == layout.resident_space
+        for gathered, fields in _sets_of_fields(part.like, resident):
+            unit_bytes = sum(part.like.field_numel(f, SPACE_ALIGN) * part.like.itemsize(f) for f in fields)
+            stepped = part.like.trained
+            reads = _compute_reads(part.like, scheme, gathers[part.key.space]) if gathered else int(stepped)
+            candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
+            owners.append((part.key, gathered))
+    if coded := sum(sub.coded for sub in layout.sub_groups):  # and those that are cut where what stays of a part ends
+        cache_bytes -= _PAGES_ROUNDED_UP * PAGE_BYTES * (coded + 2 * len(parts))
+    resident_units = dict(zip(owners, choose_resident(candidates, max(0, cache_bytes)), strict=True))
+    cached = {}
+    for part in parts:
+        state = part.stays(resident_units.get((part.key, False), 0))
+        resident = part.key.space == layout.resident_space
+        cached[part.key] = Cached(state if resident else part.stays(resident_units.get((part.key, True), 0)), state)
+    return cached
+
+
+def _compute_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
+    """How often a step reads what is gathered of it, if that doesn't stay."""
+    if not sub.trained:
+        return gathers
+    scheme_of_sub = Scheme("split" if sub.split else "full", scheme.update)
+    return gathers if sub.held else scheme_of_sub.compute_reads(gathers, sub.itemsize(sub.gathered))
+
+
+def _parts(layout: Layout) -> list[_Part]:
+    parts = []
+    for space, cuts in enumerate(layout.by_space):
+        for key in dict.fromkeys(PartKey(space, sub.trained, sub.whole) for sub in cuts):
+            members = [sub for sub in cuts if (sub.trained, sub.whole) == (key.trained, key.whole)]
+            ends = tuple(
+                align_up(sub.start + piece.offset + piece.numel, SPACE_ALIGN) - members[0].start
+                for sub in members
+                for piece in sub.pieces
+                if key.whole
+            )
+            parts.append(_Part(key, sum(sub.numel for sub in members), members[0], ends))
+    return parts
+
+
+def _sets_of_fields(sub: SubGroup, resident: bool) -> list[tuple[bool, tuple[Field, ...]]]:
+    """The fields that stay or go together: (whether it is the one that is gathered, fields)."""
+    gathered = () if resident else tuple(field for field in sub.on_nvme if field is sub.gathered)
+    state = tuple(field for field in sub.on_nvme if field not in gathered)
+    return [(is_gathered, fields) for is_gathered, fields in ((True, gathered), (False, state)) if fields]
+
+
+PINNED_BYTES_DEFAULT = 512 * MIB
+
+
+def sub_group_numel_for(pinned_bytes: int, bytes_per_element: int) -> int:
+    """The largest sub-group (elements, a multiple of SPACE_ALIGN) of which PIPELINE_DEPTH fit in `pinned_bytes`."""
+    numel = (pinned_bytes - ACCESS_BYTES) // PIPELINE_DEPTH // bytes_per_element
+    return max(0, numel) // SPACE_ALIGN * SPACE_ALIGN
+
+
+def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, largest_group_bytes: int) -> None:
+    """Raise BudgetError, with the number that would do, unless `pinned_bytes` holds `need`."""
+    gathering = need.nbytes - max(need.gather_bytes, need.pipeline_bytes) + need.gather_bytes
+    cached = f"the {format_bytes(need.cache_bytes)} that stay in it (host_cache_bytes, parameters on the cpu)"
+    also = f" with {cached}" if need.cache_bytes else ""
+    if need.activation_bytes:
+        also += f" and the {format_bytes(need.activation_bytes)} of offload_activations.buffer_bytes"
+    if need.nbytes > pinned_bytes and not largest_group_bytes:
+        raise BudgetError(
+            f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {cached} and "
+            f"{format_bytes(need.nbytes - need.cache_bytes)} more: {need.nbytes} bytes ({format_bytes(need.nbytes)}) would "
+            'do, or leave it "auto"'
+        )
+    if gathering > pinned_bytes:
+        raise BudgetError(
+            f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for group {largest_group} of "
+            f"{format_bytes(largest_group_bytes)}: {GROUPS_HELD} of it and {format_bytes(need.access_bytes)} must fit{also}, "
+            f"so {gathering} bytes ({format_bytes(gathering)}) would do; wrapping smaller modules makes groups smaller"
+        )
+    if need.nbytes > pinned_bytes:
+        sub_group_bytes = (need.pipeline_bytes - GATHERS_IN_USE * align_up(largest_group_bytes)) // PIPELINE_DEPTH
+        raise BudgetError(
+            f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
+            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{also}: {need.nbytes} bytes "
+            f"({format_bytes(need.nbytes)}) would do, or a smaller sub_group_size"
+        )
+
+
+def check_available(pinned_bytes: int, memory_bytes: float, *, held_bytes: int = 0) -> None:
+    """Raise BudgetError if the pool and the state held in host memory exceed this rank's share of memory, `memory_of_rank`."""
+    if pinned_bytes + held_bytes > memory_bytes:
+        ranks = ranks_here()
+        shared = f" to each of the {ranks} ranks on this machine" if ranks > 1 else ""
+        held = f" and {format_bytes(held_bytes)} of masters and optimizer state are" if held_bytes else " is"
+        remedies = "put them on NVMe, " if held_bytes else "lower pinned_bytes_max, "
+        raise BudgetError(
+            f"a pinned pool of {format_bytes(pinned_bytes)}{held} more than the {format_bytes(memory_bytes)} of memory that "
+            f"are available{shared}: {remedies}raise the limit of the container or job if it has one, or wrap smaller modules "
+            "if a group asks for that much"
+        )
+
+
+def memory_of_rank() -> float:
+    """This rank's share of the memory that is available to the ranks of this machine (bytes); infinite where unknown.
+
+    To be asked before any of them takes its part: later, a rank would count what others took and share the rest once more.
+    """
+    available = available_bytes()
+    return math.inf if available is None else (available - absent_bytes()) / ranks_here()

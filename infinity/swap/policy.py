@@ -29,19 +29,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
-from infinity.fsdp2.sharding import in_backward
-from infinity.schedule.readahead import UNTIL_THE_END, LookAhead, Use
-from infinity.schedule.trace import Trace
+from infinity.fsdp2.sharding import has_trained, in_backward
+from infinity.schedule.readahead import UNTIL_THE_END, LookAhead, Trace, Use
+from infinity.schedule.scheme import UpdateTiming
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
-from infinity.swap.speculation import is_speculative
-from infinity.swap.staging_units import Unit, Units, compute_of, state_of
-from infinity.swap.step_bytes import StepBytes
+from infinity.swap.staging_units import StepBytes, Unit, Units
 from infinity.swap.sub_group import PagedSubGroup
 
 log = logging.getLogger("infinity")
@@ -68,24 +66,24 @@ class StagingPolicy:
         """Whether it was training that used a group last."""
         self._pass_trains: bool | None = None
         """Whether the forward of the whole model that is going on is training's; None where none is going on."""
-        self.micro_batches_at_once = 1
-        """Of the last forward of the whole model: see [Note: The vertical schedule] in infinity/fsdp2/vertical.py."""
-        self.reductions_at_once = 1
-        """Of a gradient in the backward that follows it."""
+        self._micro_batches_at_once = self.reductions_at_once = 1
+        """Of the last forward of the whole model: see `begin_pass`."""
         self._forwards: Counter[int] = Counter()
         """By group: how often it was called in training since the last step."""
         self._logged_misprediction = False
         self.units = Units(paged, options, pool_bytes, look_ahead_bytes)
         """What may be staged."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
-        in_backward = (sub for group in paged.groups if group.timing.in_backward for sub in group.members)
         self._in_backward = frozenset(
             sub
-            for sub in in_backward
-            if sub.layout.trained and (not options.speculative or is_speculative(paged.layout, sub.layout, options))
+            for group in paged.groups
+            for sub in group.members
+            if sub.is_speculative or (group.timing is UpdateTiming.BACKWARD and sub.layout.trained)
         )
         """What the backward updates; where that is speculative, while it is due."""
-        self._spilled = frozenset(state_of(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
+        self._spilled = frozenset(sub.unit for sub in paged.sub_groups if sub.gradient_extent is not None)
+        self._updated_from_compute: dict[PagedGroup, None] = {}
+        """Groups whose compute parameters stay staged until this backward has updated them."""
         self._following: _Following | None = None
         """See [Note: Following what comes]."""
 
@@ -96,10 +94,10 @@ class StagingPolicy:
 
     # What it is told.
 
-    def begin_pass(self, *, trains: bool, micro_batches: int, reductions: int) -> None:
-        """A forward of the whole model begins, with so many micro-batches at once."""
+    def begin_pass(self, trains: bool, micro_batches: int, reductions: int) -> None:
+        """A forward of the whole model begins. The gradients of so many micro-batches come as the sum of so many reductions."""
         self._pass_trains = trains
-        self.micro_batches_at_once, self.reductions_at_once = micro_batches, reductions
+        self._micro_batches_at_once, self.reductions_at_once = micro_batches, reductions
 
     def end_pass(self) -> None:
         """The forward of the whole model is over."""
@@ -114,7 +112,7 @@ class StagingPolicy:
     def recover(self) -> None:
         """An exception ended what was going on."""
         self._pass_trains, self._phase, self._following = None, True, None
-        self._forwards.clear()
+        self.discard_step()
         for trace in self._traces.values():
             trace.restart()
 
@@ -139,28 +137,48 @@ class StagingPolicy:
         self._phase = True
         self._forwards[group.index] += 1  # gradients that come after this are too late
 
+    def keep_for_update(self, group: PagedGroup) -> bool:
+        """A group was gathered. Whether this backward updates it with the compute parameters that it was gathered from; then
+        these are needed before all that follows, until `end_update`."""
+        if not group.timing.in_backward or group.masters_chunk is None or not in_backward():
+            return False
+        if not self.gradients_are_final(group) or not has_trained(group.sharded_module):
+            return False
+        speculation = self._paged.updates.speculation
+        if group.timing is UpdateTiming.SPECULATIVE and not (
+            speculation.promises and any(map(speculation.may_update, group.members))
+        ):
+            return False
+        self._updated_from_compute[group] = None
+        return True
+
+    def end_update(self, group: PagedGroup) -> None:
+        """All members that the backward updates are updated."""
+        self._updated_from_compute.pop(group, None)
+
     def use_state(self, sub: PagedSubGroup) -> None:
         """A sub-group was updated in the backward."""
         self._traces[True].use(sub)
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """In a backward: whether the gradients of a group, once all are there, are all that come."""
-        return self._forwards[group.index] == self.micro_batches_at_once
+        return self._forwards[group.index] == self._micro_batches_at_once
 
     def count_forwards_anew(self, group: PagedGroup) -> None:
         """The gradients of a group were taken; more may come of the next micro-batch."""
-        self._forwards[group.index] = 0
+        self._forwards[group.index] -= min(self._forwards[group.index], self._micro_batches_at_once)
 
     def discard_step(self) -> None:
         """What forward and backward passes did since the last step is void."""
         self._forwards.clear()
+        self._updated_from_compute.clear()
 
     def end_step(self) -> None:
         """The optimizer step is over."""
         if self._traces[True].end_cycle():
             self._log_misprediction()
         self._phase = True
-        self._forwards.clear()
+        self.discard_step()
 
     # What it says.
 
@@ -230,19 +248,19 @@ class StagingPolicy:
         """True if the uses to come are the rest of those that `following` began with."""
         trace, updates = self._traces[self._phase], self._paged.updates
         same = self._readahead.following is following.ahead and following.trains == self._phase
-        same = same and (self._phase or bool(following.pending) == bool(updates))
+        same = same and (self._phase or bool(following.pending) == bool(updates.waiting))
         same = same and following.cycle is trace.cycle and following.stepped is updates.stepped
         return same and following.place <= trace.place
 
     def _begin_following(self) -> tuple[_Following, frozenset[Unit]]:
         trace, paged = self._traces[self._phase], self._paged
         # While updates wait, their state takes the room that an evaluation has.
-        stay = self.units.staying if self._phase or paged.updates else self.units.stay_in(trace.cycle)
+        stay = self.units.staying if self._phase or paged.updates.waiting else self.units.stay_in(trace.cycle)
         ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self.units.limits(stay))
         following = _Following(
-            ahead, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates)
+            ahead, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates.waiting)
         )
-        return following, frozenset(map(compute_of, stay))
+        return following, frozenset(group.unit for group in stay)
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
         """Follow to the current place."""
@@ -255,14 +273,15 @@ class StagingPolicy:
             following.using = None
         if using is not following.using or using is None:
             waiting = self._paged.updates.of(using) if using is not None else []
-            now = [Use(0, state_of(sub), until_done=True) for sub in waiting]
-            ahead.need_now([*now, Use(0, compute_of(using))] if using is not None else now)
+            now: list[Use[Unit]] = [Use(0, sub.unit, until_done=True) for sub in waiting]
+            now += [Use(0, group.unit) for group in ([using] if using is not None else self._updated_from_compute)]
+            ahead.need_now(now)
             following.using, following.waiting = using, deque(waiting)
 
     def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
         """Tell the look-ahead which updates were run since. Cheapest first: those of the group that was in use, in their order;
         those of groups used meanwhile; all."""
-        updates, pending, waiting = self._paged.updates, following.pending, following.waiting
+        updates, pending, waiting = self._paged.updates.waiting, following.pending, following.waiting
         done: list[PagedSubGroup] = []
         while waiting and waiting[0] not in updates:
             done.append(waiting.popleft())
@@ -277,21 +296,21 @@ class StagingPolicy:
             done = [sub for sub in pending if sub not in updates]
         for sub in done:
             del pending[sub]
-            following.ahead.done(state_of(sub))
+            following.ahead.done(sub.unit)
 
     def _coming(self, trains: bool, cycle: Sequence[PagedGroup | PagedSubGroup], place: int) -> Iterator[Use[Unit]]:
         """The uses from a place of a cycle on, soonest first: of each group, and of what its updates need; in evaluation those
         of the next cycle too."""
-        updates = self._paged.updates
+        updates = self._paged.updates.waiting
         for at in range(place, len(cycle) if trains else 2 * len(cycle)):
             used = cycle[at % len(cycle)]
             if isinstance(used, PagedSubGroup):  # an update in the backward, which needs the compute parameters too
-                yield from (Use(at, unit) for unit in self.units.with_compute(used))
+                for unit in self.units.with_compute(used):
+                    yield Use(at, unit)
             else:
-                compute = compute_of(used)
-                for unit in self._units_of(used, updates, compute):
-                    yield Use(at, unit, until_done=unit is not compute)
-        yield from (Use(UNTIL_THE_END, state_of(sub), until_done=True) for sub in tuple(updates) if sub in updates)
+                for unit in self._units_of(used, updates, used.unit):
+                    yield Use(at, unit, until_done=unit is not used.unit)
+        yield from (Use[Unit](UNTIL_THE_END, sub.unit, until_done=True) for sub in tuple(updates) if sub in updates)
         if trains:
             yield from (Use(UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
@@ -304,20 +323,21 @@ class StagingPolicy:
         units: Iterable[Unit]
         if not self._updates_wait:
             frozen = takewhile(lambda group: group.is_frozen, groups)
-            units = chain(map(state_of, stepped), map(compute_of, frozen))
+            units = chain((sub.unit for sub in stepped), (group.unit for group in frozen))
         else:
             units = (
                 unit
                 for group in groups
-                for unit in self._units_of(group, stepped, compute_of(group) if group.is_frozen else group)
+                for unit in self._units_of(group, stepped, group.unit if group.is_frozen else group)
             )
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
-    def _units_of(self, group: PagedGroup, updated: Container[PagedSubGroup], compute: Unit) -> Iterator[Unit]:
+    def _units_of(self, group: PagedGroup, updated: Mapping[PagedSubGroup, object], compute: Unit) -> list[Unit]:
         """The units that a gather needs: its compute parameters, as `compute`, between the sub-groups updated for it."""
-        resident_sub_groups = [state_of(sub) for sub in group.resident_sub_groups if sub in updated]
-        members = [state_of(sub) for sub in group.members if sub in updated]
-        yield from (*resident_sub_groups, compute, *members)
+        if not updated:
+            return [compute]
+        resident_sub_groups = [sub.unit for sub in group.resident_sub_groups if sub in updated]
+        return [*resident_sub_groups, compute, *(sub.unit for sub in group.members if sub in updated)]
 
     def _updated_in_backward(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Set[PagedSubGroup]:
         """The sub-groups that a cycle updates in the backward; before there is one, those that can be."""

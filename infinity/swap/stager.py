@@ -5,7 +5,7 @@ A chunk with a lease is in one of six states. READING and WRITING end by themsel
 copied, and COPYING_FROM_DEVICE becomes WRITING then. STAGED may be dropped at any time. Only IN_USE lasts as long as its user
 wants, and the users are few: the groups that FSDP2 copies (two at most, however many it prefetches: see [Note: When a group has
 been copied] in parameter_lap.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
-(infinity/swap/budget.py) holds these and enough holes around them for the next. So a demand finds room, or makes it by dropping
+(infinity/swap/plan.py) holds these and enough holes around them for the next. So a demand finds room, or makes it by dropping
 and waiting; it fails only where the caller breaks the sum.
 """
 
@@ -40,11 +40,8 @@ class Stager:
         self.io, self.device = ChunkIo(engine, arena), device
         self._leased: dict[Chunk, None] = {}
         """All chunks that hold a lease, or were about to when an exception came."""
-        self.readahead: ReadAhead[Any] = ReadAhead(
-            lambda unit: isinstance(unit, Chunk) and unit.state is ChunkState.ON_NVME,
-            leaves_room=lambda chunk: chunk.home is None,
-        )
-        """Says which chunks are wanted; its `staged` are those that are READING or STAGED."""
+        self.readahead: ReadAhead[Any] = ReadAhead(self._leased, Chunk)
+        """Says which chunks are wanted; its `staged` are those that are READING or STAGED and have no home."""
         self._staged = self.readahead.staged
         self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
@@ -67,7 +64,8 @@ class Stager:
     def want(self, chunks: Sequence[Chunk] | None = None) -> None:
         """Start to read the wanted chunks that are on NVMe, soonest needed first, while they fit. `chunks`: from now on these
         are wanted, in this order."""
-        self._write_arrived()
+        if self._from_device:
+            self._write_arrived()
         if chunks is not None:
             self.readahead.follow(in_turn(chunks))
         for chunk in self.readahead.to_read():
@@ -94,7 +92,7 @@ class Stager:
     def acquire(self, chunk: Chunk) -> Lease:
         """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.
 
-        A chunk that is `verified_by_user` may come `unverified`: then the caller verifies it, or `io.verify` does.
+        A chunk that is `verified_by_caller` may come `unverified`: then the caller verifies it, or `io.verify` does.
         Raises IoError when the read failed (the lease is back in the pool then), BudgetError when the pool can't hold it.
         """
         if chunk.is_unwritten:
@@ -104,14 +102,17 @@ class Stager:
         if chunk.writes:  # they may be changed now: the device must have copied them
             self.wait_copied(chunk)
         if chunk.state is ChunkState.ON_NVME:
-            self.let_be_read(chunk)
+            self.wait_until_readable(chunk)
             self.demand_reads += bool(chunk.reads)
             lease = chunk.home or self.make_room(chunk.lease_bytes, chunk.name)
             self._start_read(chunk, lease, Priority.DEMAND)
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
         assert chunk.state is not ChunkState.IN_USE and chunk.lease is not None, f"{chunk.name} is already in use"
-        del (self._staged if chunk.state is ChunkState.STAGED else self._to_device)[chunk]
+        if chunk.state is ChunkState.STAGED:
+            self._staged.discard(chunk)
+        else:
+            del self._to_device[chunk]
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
 
@@ -121,7 +122,7 @@ class Stager:
             self.reap()
         return not chunk.awaits_write()
 
-    def let_be_read(self, chunk: Chunk) -> None:
+    def wait_until_readable(self, chunk: Chunk) -> None:
         """Wait until the arena holds the bytes that a read of the chunk must bring. Raises IoError when their write failed."""
         for other in chunk.after:
             self.settle(other, f"before the read of {chunk.name}")
@@ -143,8 +144,8 @@ class Stager:
         return lease
 
     def release(self, chunk: Chunk, *, keep: bool, copy_event: CopyEvent | None = None) -> None:
-        """The user is done. What the lease holds is what the arena does, or will when its writes have ended: keep it staged, or
-        give the lease back once the device has copied it.
+        """The caller is done. The lease matches the arena, or will once the writes in flight have ended: keep it staged, or
+        give it back once the device has copied it.
 
         `copy_event`: fires when the device has taken the bytes over; all that it took so far where None.
         """
@@ -153,7 +154,7 @@ class Stager:
         chunk.copy_event = None if copy_event.done() else copy_event
         if keep:
             chunk.move_to(ChunkState.STAGED)
-            self.readahead.stage(chunk)
+            self._may_drop(chunk)
         elif chunk.copy_event is None:
             self._give_back(chunk)
         else:
@@ -161,12 +162,13 @@ class Stager:
             self._to_device[chunk] = None
 
     def write_back(self, chunk: Chunk, *, copy_event: CopyEvent | None = None) -> None:
-        """The user changed the bytes: write them in the background; the lease comes back when they are on the drive.
+        """The caller changed the bytes: write them in the background; the lease comes back when they are on the drive.
 
         `copy_event`: fires when the device has brought them. Nobody waits for it: the write starts with the first call of this
         stager that finds it fired. Raises IoError where the engine starts nothing any more; the new bytes are lost then.
         """
-        self._write_arrived()
+        if self._from_device:
+            self._write_arrived()
         assert chunk.lease is not None and chunk.copy_event is None
         if copy_event is None or copy_event.done():
             self._start_write(chunk)
@@ -202,14 +204,14 @@ class Stager:
             self._finish_unneeded_read(chunk, "which is dropped")
         if chunk.state is ChunkState.STAGED:
             self.wait_copied(chunk)
-            del self._staged[chunk]
+            self._staged.discard(chunk)
             self._give_back(chunk)
         elif chunk.state is ChunkState.COPYING_TO_DEVICE:
             self._end_h2d(chunk)
 
     def drop_all(self) -> None:
         """Forget everything that is staged and nobody uses."""
-        for chunk in [*self._staged, *self._to_device]:
+        for chunk in [*self._leased]:
             self.drop(chunk)
 
     def settle_all(self) -> None:
@@ -227,7 +229,8 @@ class Stager:
 
     def reap(self) -> bool:
         """Take back what has ended by itself; whether anything had. Raises IoError where a write failed."""
-        self._write_arrived()
+        if self._from_device:
+            self._write_arrived()
         ended = _ended(self._writing, lambda chunk: chunk.transfers_ended)
         for chunk in ended:
             self.settle(chunk)
@@ -282,7 +285,9 @@ class Stager:
             self.wait_copied(chunk)
             chunk.forget_lease()
             self._leased.pop(chunk, None)
-        for chunks in (self._staged, self._from_device, self._writing, self._to_device):
+        for chunk in [chunk for chunk in self._staged if chunk.state is ChunkState.ON_NVME]:
+            self._staged.discard(chunk)
+        for chunks in (self._from_device, self._writing, self._to_device):
             for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.ON_NVME]:
                 del chunks[chunk]
         self.readahead.follow(in_turn(()))
@@ -297,20 +302,25 @@ class Stager:
         except BaseException:
             if lease is not chunk.home:
                 lease.give_back()
+            del self._leased[chunk]
             raise
         if chunk.fills:
             with measured(self.timeline, "copy", chunk.name):
                 for start, elements in chunk.fills:
                     lease.view(elements.dtype, start, elements.numel()).copy_(elements)
-        chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_user
+        chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_caller
         chunk.move_to(ChunkState.READING)
-        self.readahead.stage(chunk)
+        self._may_drop(chunk)
+
+    def _may_drop(self, chunk: Chunk) -> None:
+        if chunk.home is None:  # else dropping it leaves no room
+            self.readahead.stage(chunk)
 
     def _finish_read(self, chunk: Chunk, why: str = "") -> None:
         try:
             self._wait("read", chunk, why)
         except OSError:
-            del self._staged[chunk]
+            self._staged.discard(chunk)
             self._give_back(chunk)
             raise
         chunk.transfers = []
@@ -325,9 +335,8 @@ class Stager:
 
     def _write_arrived(self) -> None:
         """Start to write what the device has brought by now."""
-        if self._from_device:
-            for chunk in _ended(self._from_device, lambda chunk: chunk.device_is_done):
-                self._write_from_device(chunk)
+        for chunk in _ended(self._from_device, lambda chunk: chunk.device_is_done):
+            self._write_from_device(chunk)
 
     def _write_from_device(self, chunk: Chunk) -> None:
         self.wait_copied(chunk)

@@ -14,9 +14,8 @@ from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.pending_updates import PendingUpdates
-from infinity.swap.slots import Slots
 from infinity.swap.stager import Stager
-from infinity.swap.sub_group import PagedSubGroup
+from infinity.swap.sub_group import PagedSubGroup, Slots
 from infinity.units import PAGE_BYTES, align_up
 
 RANGE_NUMEL = (ACCESS_BYTES - 2 * PAGE_BYTES) // 4
@@ -68,7 +67,7 @@ class Values:
                 stager.drop(sub.chunk)  # read ahead for its update
                 if self._slots.leave_committed(sub):
                     self._updates.moved(sub)
-                self._slots.let_be_copied(sub, sub.current_slot)
+                self._slots.wait_for_checkpoint_copy(sub, sub.current_slot)
             location = sub.locations[name]
             if location.tensor is not None:
                 move(location.tensor[low : low + count], at)

@@ -12,21 +12,22 @@ fp32 first, and stay in host memory until the update. So what is kept is always 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from infinity.aio import Lease
-from infinity.device import CopyEvent
+from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, ReusedMemory
 from infinity.store.layout import Piece
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import PagedGroup
-from infinity.swap.host_gradients import HostGradients
 from infinity.swap.paged_model import PagedModel
-from infinity.swap.shard import PagedShard
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.timeline import measured
+from infinity.units import align_up
 
 
 @dataclass
@@ -64,8 +65,9 @@ class WaitingGradients:
         for sub, chunk in self._spilled.items():
             sub.chunk.after += (chunk,)
         self._held: dict[PagedSubGroup, _Held] = {}
-        self._came: set[int] = set()
-        """Numbers of the shards of which a gradient came since the last step."""
+        self.kept_shards: set[int] = set()
+        """Numbers of the shards of which a gradient came since the last step, and is kept here. Not to be changed from
+        outside."""
         self._moved = (0, 0)
         """Bytes (read, written) since the last step."""
         self._moved_before: tuple[int, int] | None = None
@@ -80,33 +82,33 @@ class WaitingGradients:
         """Whether gradients of the group are kept here, and not by torch."""
         return group.timing.gradients_wait and (self.takes_all or group.index in self._spilling)
 
-    def has(self, shard: PagedShard) -> bool:
-        """Whether a gradient of the shard is kept here."""
-        return shard.index in self._came
-
-    def take(self, group: PagedGroup, grads: Mapping[int, torch.Tensor]) -> None:
+    def take(self, group: PagedGroup, grads: Mapping[int, torch.Tensor], *, sums: Collection[int] = ()) -> None:
         """Keep gradients of a group (1-D, on any device, by number of their shard; fp32, or in 16 bits where that holds them).
 
-        One of which there is some already (`has`) is in fp32, gets that added to it in place, and the sum is kept.
+        One of which there is some already (`kept_shards`) is in fp32, gets that added to it in place, and the sum is kept.
+        `sums`: shards whose gradient is a sum already, which 16 bits don't hold.
         Raises IoError where a transfer failed; the values are torn where a gradient was lost by it.
         """
         for sub in group.members:
             pieces = [piece for piece in sub.layout.pieces if piece.shard in grads]
             if not pieces:
                 continue
-            if any(piece.shard in self._came for piece in pieces):
+            came = [piece.shard for piece in pieces]
+            adds = not self.kept_shards.isdisjoint(came)
+            dtype = self._dtype if not sums or set(came).isdisjoint(sums) else torch.float32
+            if adds or dtype is not self._dtype:
                 self._widen(sub)
             with measured(self._stager.timeline, "gradients", sub.chunk.name):
-                if sub in self._spilled and sub not in self._held:
+                if sub in self._spilled and sub not in self._held and dtype is self._dtype:
                     self._spill(sub, pieces, grads)
                 else:
                     if sub not in self._held:
-                        self._held[sub] = _Held(self._host_gradients.memory(sub.layout.numel, self._dtype))
+                        self._held[sub] = _Held(self._host_gradients.memory(sub.layout.numel, dtype))
                     held = self._held[sub]
-                    if any(piece.shard in self._came for piece in pieces):
+                    if adds:
                         held.wait()  # for what the last micro-batch brought, not for anything of this one
                     held.copy_event = self._put(held.tensor, pieces, grads) or held.copy_event
-        self._came.update(grads)
+        self.kept_shards.update(grads)
 
     def held(self, sub: PagedSubGroup) -> torch.Tensor | None:
         """The gradients that wait of a sub-group (1-D), to be read only; None where they are on NVMe."""
@@ -125,9 +127,9 @@ class WaitingGradients:
 
     def forget(self, shards: Collection[int]) -> None:
         """What comes of these shards (by number) from now on belongs to the next step."""
-        self._came.difference_update(shards)
+        self.kept_shards.difference_update(shards)
         for sub in [*self._held]:
-            if not any(piece.shard in self._came for piece in sub.layout.pieces):
+            if self.kept_shards.isdisjoint([piece.shard for piece in sub.layout.pieces]):
                 del self._held[sub]
         if any(self._moved):
             self._moved_before, self._moved = self._moved, (0, 0)
@@ -151,14 +153,14 @@ class WaitingGradients:
                 continue
             grad = grad[piece.start : piece.start + numel]
             place = memory[piece.offset : piece.offset + numel]
-            if piece.shard in self._came:
+            if piece.shard in self.kept_shards:
                 grad.add_(self._host_gradients.to_device(place))
             copy_event = self._host_gradients.fetch(grad, place)
         return copy_event
 
     def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
         chunk = self._spilled[sub]
-        begun = any(piece.shard in self._came for piece in sub.layout.pieces)
+        begun = not self.kept_shards.isdisjoint([piece.shard for piece in sub.layout.pieces])
         lease = self._stager.acquire(chunk) if begun else self._stager.occupy(chunk)
         nbytes = sub.layout.gradient_bytes
         self._moved = (self._moved[0] + nbytes * begun, self._moved[1] + nbytes)
@@ -178,6 +180,8 @@ class WaitingGradients:
         if held is not None:
             self._held[sub] = _Held(held.wait().float())
             return
+        if self.kept_shards.isdisjoint([piece.shard for piece in sub.layout.pieces]):
+            return
         chunk = self._spilled[sub]
         lease = self._stager.acquire(chunk)
         try:
@@ -191,3 +195,99 @@ def _gradient_chunk(sub: PagedSubGroup, paged: PagedModel) -> Chunk:
     nbytes = sub.layout.gradient_bytes
     span = (Span(sub.gradient_extent.offset, 0, nbytes),)
     return Chunk(f"gradient of {sub.chunk.name}", nbytes, span, span, on_lost=paged.health.tear)
+
+
+_ALIGN = 64
+"""Bytes: each gradient begins where a vector kernel likes it."""
+
+
+class HostGradient:
+    """One gradient (1-D). On a CPU it is used where it lies."""
+
+    def __init__(self, tensor: torch.Tensor, copy_event: CopyEvent | None = None, keeps: object = None) -> None:
+        self.numel, self.dtype = tensor.numel(), tensor.dtype
+        self._tensor, self._copy_event, self._keeps = tensor, copy_event, keeps
+
+    def wait(self) -> torch.Tensor:
+        """Its elements in host memory, once they are there."""
+        if self._copy_event is not None:
+            self._copy_event.wait()
+            self._copy_event = None
+        return self._tensor
+
+
+class _Lent:
+    """Keeps a buffer lent for as long as this is held."""
+
+    def __init__(self, buffer: HostBuffer, copy_events: Sequence[CopyEvent]) -> None:
+        finalizer = weakref.finalize(self, _end, buffer, copy_events)
+        finalizer.atexit = False
+
+
+class HostGradients:
+    """Brings gradients from `device` to the host, one buffer of `host_memory` for all that come together."""
+
+    def __init__(self, device: Device, host_memory: HostBuffers) -> None:
+        self._device, self._host_memory = device, host_memory
+        self.reused = ReusedMemory()
+        """Of a CPU: gathered parameters share it."""
+        self._last: CopyEvent | None = None
+        """Of the copy that was started last: all go through one stream, so when it has ended, all have."""
+
+    def start(self, gradients: Sequence[torch.Tensor]) -> list[HostGradient]:
+        """Begin to bring gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
+
+        The caller may forget them at once, and must not change them in place.
+        """
+        if not self._device.is_discrete or not gradients:
+            return [HostGradient(gradient) for gradient in gradients]
+        places = [*accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
+        buffer = self._host_memory.lend(places[-1], torch.uint8)
+        copy_events: list[CopyEvent] = []
+        lent = _Lent(buffer, copy_events)
+        started = []
+        for at, gradient in zip(places, gradients, strict=False):
+            into = buffer.tensor[at : at + gradient.nbytes].view(gradient.dtype)
+            copy_events.append(self._device.start_d2h(gradient, into))
+            started.append(HostGradient(into, copy_events[-1], lent))
+            self._last = copy_events[-1]
+        return started
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory (1-D) for gradients that are fetched into it, until the tensor itself is dropped."""
+        if not self._device.is_discrete:
+            return self.reused.lend(numel, dtype)
+        buffer = self._host_memory.lend(numel, dtype)
+        tensor = buffer.tensor.view(-1)
+        weakref.finalize(tensor, self._take_memory_back, buffer).atexit = False
+        return tensor
+
+    def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> CopyEvent | None:
+        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the copy event fires
+        when it is there (None where it is already), and so does `settle`."""
+        if not self._device.is_discrete:
+            into.copy_(gradient)
+            return None
+        self._last = self._device.start_d2h(gradient.to(into.dtype), into)
+        return self._last
+
+    def to_device(self, fetched: torch.Tensor) -> torch.Tensor:
+        """What came before (1-D, copied) on the device, for what the current stream does from now on; a `fetch` of what that
+        makes of it may go to the same place."""
+        return self._device.start_h2d(fetched).on_device()
+
+    def settle(self) -> None:
+        """Wait until everything that was fetched so far has come."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+    def _take_memory_back(self, buffer: HostBuffer) -> None:
+        self.settle()
+        buffer.give_back()
+
+
+def _end(buffer: HostBuffer, copy_events: Sequence[CopyEvent]) -> None:
+    for copy_event in copy_events[-1:]:
+        copy_event.wait()
+    buffer.give_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from infinity.device import CpuDevice, HostBuffers, StreamDevice, device_for
 from infinity.device import cuda as module
 from infinity.device.cuda import CudaRuntime
 from infinity.host_memory import GroupLimit
-from infinity.swap.host_gradients import HostGradients
+from infinity.swap.waiting_gradients import HostGradients
 
 
 def test_cpu_uses_staged_bytes_where_they_lie() -> None:
@@ -78,6 +79,19 @@ def test_bytes_come_back_as_the_current_stream_leaves_them() -> None:
             buffer.give_back()
         copy_event.wait()
         assert torch.equal(buffer.tensor, torch.full((1000,), 3.0))
+
+
+def test_a_slab_is_not_unregistered_under_a_copy_whose_event_never_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = LateRuntime()
+    device = StreamDevice(runtime)
+    buffers = HostBuffers(device, pin=True)
+    buffer = buffers.lend(1000, torch.float32)
+    with runtime.watching():
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "note_use", mock.Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                device.start_d2h(torch.ones(1000), buffer.tensor)
+        buffers.close()
 
 
 def test_a_sum_goes_back_to_where_its_first_part_was_taken_from_without_a_wait_in_between() -> None:

@@ -15,7 +15,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.first_values import _Whole
-from infinity.swap.taken_gradient import Taken, _made, refusal
+from infinity.swap.gradient_lap import Taken, _made, refusal
 
 VALUES = [1.0, 2.0, 3.0]
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from infinity.device import ReusedMemory
 from infinity.fsdp2.guarded import guard
-from infinity.fsdp2.sharding import ask_for_unreduced, local_of
+from infinity.fsdp2.sharding import local_of, set_gradient_handlers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -27,10 +28,10 @@ class Pair:
         self.ours = copy.deepcopy(self.stock)
         for model in (self.stock, self.ours):
             fully_shard(model, mp_policy=policy)
-        guard(self.ours)
+        guard(self.ours, ReusedMemory())
         self.taken: dict[nn.Parameter, list[torch.Tensor]] = {}
         assert isinstance(self.ours, FSDPModule)
-        ask_for_unreduced(self.ours, self.take)
+        set_gradient_handlers(self.ours, self.take, lambda share: None)
 
     def take(self, grads: Mapping[nn.Parameter, torch.Tensor]) -> Collection[nn.Parameter]:
         for parameter, grad in grads.items():
@@ -109,8 +110,8 @@ def test_an_exception_of_whoever_takes_leaves_none_for_the_next_backward() -> No
         raise ValueError("while they are taken")
 
     assert isinstance(pair.ours, FSDPModule)
-    ask_for_unreduced(pair.ours, fail)
+    set_gradient_handlers(pair.ours, fail, lambda share: None)
     with pytest.raises(ValueError, match="while they are taken"):
         pair.backward()
     group = pair.ours._get_fsdp_state()._fsdp_param_groups[0]
-    assert group.unreduced() == [None] * 4
+    assert not group.unreduced()

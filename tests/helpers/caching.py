@@ -16,8 +16,7 @@ import infinity
 from infinity.plan.estimate import states_of
 from infinity.plan.strategy import STRATEGIES
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
-from infinity.schedule.scheme import Scheme
-from infinity.schedule.update_timing import GROUPS_APART
+from infinity.schedule.scheme import APART, Scheme
 from infinity.store.layout import SPACE_ALIGN
 
 HIDDEN = 128
@@ -87,7 +86,7 @@ def updated_early(ranks: int, cache_bytes: int) -> int:
     groups = [256 * HIDDEN // ranks, *[8 * HIDDEN * HIDDEN // ranks] * BLOCKS]
     cached, early = cache_bytes // 2, 0
     for index, numel in enumerate(groups):
-        early += 0 if index == GROUPS_APART - 1 else max(0, numel - cached)
+        early += 0 if index == APART - 1 else max(0, numel - cached)
         cached = max(0, cached - numel)
     return early
 

@@ -286,6 +286,9 @@ class FakeRuntime:
             if unnoted:
                 names = ", ".join(stream.name for stream in unnoted)
                 raise Hazard(f"device memory was freed while {names} may use it: its owner may write to it again")
+            for copy in self.copies:  # other memory may come to lie there
+                if copy.ran and overlap(copy.writes, memory.span):
+                    copy.writes = (0, 0)
 
     def check_unheld_sources(self) -> None:
         """A source of the current stream's own, which was not noted, must outlive its copy."""

@@ -31,7 +31,8 @@ SAVED_STEP = 1
 
 @dataclass(frozen=True)
 class Training:
-    """One way to train `scene.Model`; `place`: "memory" or "nvme"; `schedule`: of `train_batch`, or "loop"."""
+    """One way to train `scene.Model`; `place`: "memory" or "nvme"; `schedule`: of `train_batch`; "loop"; "rounds" of two
+    micro-batches at once; or "split", a loop over batches that the engine splits."""
 
     place: str = "memory"
     update: str = "auto"
@@ -52,7 +53,12 @@ class Training:
         config = scene.config(folder if self.place == "nvme" else None, scene.Way(self.update, self.clipping))
         config |= {"gradient_accumulation_steps": self.accumulation}
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
-        if self.schedule != "loop":
+        if self.schedule == "split":
+            config |= {"gradient_accumulation_steps": 1}
+            config["infinity"] |= {"micro_batches": self.accumulation}
+        elif self.schedule == "rounds":
+            config["infinity"] |= {"schedule": "vertical", "micro_batches_at_once": 2}
+        elif self.schedule != "loop":
             config["infinity"] |= {"schedule": self.schedule}
         if self.durable:
             config["infinity"] |= {"durability": "step"}
@@ -75,9 +81,9 @@ class Training:
         durable = draw.random() < 0.4
         cached = not durable and draw.random() < 0.25
         activations = not durable and draw.random() < 0.25
-        schedule = draw.choice(["loop", "loop", "vertical", "auto"])
+        schedule = draw.choice(["loop", "loop", "vertical", "auto", "rounds", "split"])
         if schedule != "loop":
-            accumulation = draw.choice([2, 3])
+            accumulation = 4 if schedule == "rounds" else draw.choice([2, 3])
         return Training("nvme", update, durable, accumulation, clipping, cached, activations, schedule)
 
     @property
@@ -115,6 +121,10 @@ class Run:
         elif act.startswith("backward"):
             engine.backward(self._loss)
         elif act == "step":
+            engine.step()
+        elif act == "train" and self.training.schedule == "split":
+            whole = {"x": torch.cat([x + k for k in range(self.training.accumulation)])}
+            engine.backward(engine.loss_in_parts(lambda f, x: f(x).float().square().mean(), whole, summed=False))
             engine.step()
         elif act == "train":
             data = iter([(x + k, None) for k in range(self.training.accumulation)])

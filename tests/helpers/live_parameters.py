@@ -47,7 +47,8 @@ class Sampler:
             on_the_way = group._all_gather_result is not None and dist.get_world_size() > 1  # a stand-in on one rank
             numel = sum(p._orig_size.numel() for p in group.fsdp_params)
             live += numel if group.is_unsharded or on_the_way else 0
-            gathered += numel if group.is_unsharded else 0
+            in_place = not any(out.numel() for p in group.fsdp_params for out in p.all_gather_outputs)
+            gathered += numel if group.is_unsharded and not in_place else 0  # in place it is where it was staged
         held = sum(
             out.untyped_storage().size() // out.itemsize
             for group in self.groups
@@ -238,7 +239,7 @@ def bytes_read(engine: infinity.Engine) -> int:
     """So far, with what was on its way when the step ended."""
     if engine.swap is None:
         return 0
-    for chunk in engine.swap.stager._staged:
+    for chunk in engine.swap.stager._leased:
         for transfer in chunk.transfers:
             transfer.wait()
     return engine.swap.stats().read_bytes

@@ -11,16 +11,16 @@ from chosen_anew import groups_to_stage
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy
-from infinity.swap.staging_units import Unit, compute_of, state_of
+from infinity.swap.staging_units import Unit
 from infinity.swap.sub_group import PagedSubGroup
 
 
 def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
     """The chunks that should be staged now, soonest needed first."""
     units = policy.units
-    steady = policy._phase or policy._paged.updates
+    steady = policy._phase or policy._paged.updates.waiting
     stay = units.staying if steady else units.stay_in(policy._traces[False].cycle)
-    held = dict.fromkeys([*stay, *map(compute_of, stay)], 0)
+    held = dict.fromkeys([*stay, *(group.unit for group in stay)], 0)
     room = units.room_bytes - sum(units.nbytes[group] for group in stay)
     fitting = groups_to_stage(_upcoming(policy, using), units.nbytes | held, room)
     chosen = groups_to_stage(fitting, units.gathered_bytes | held, min(room, units.look_ahead_bytes))
@@ -30,14 +30,16 @@ def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
 def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[Unit]:
     updates = policy._paged.updates
     if using is not None:
-        yield from map(state_of, updates.of(using))
-        yield compute_of(using)
+        yield from (sub.unit for sub in updates.of(using))
+        yield using.unit
+    else:
+        yield from (group.unit for group in policy._updated_from_compute)
     for used in policy._traces[policy._phase].upcoming(into_next=not policy._phase):
         if isinstance(used, PagedSubGroup):
             yield from policy.units.with_compute(used)
         else:
-            yield from _units_of(used, updates, compute_of(used))
-    yield from map(state_of, updates)
+            yield from _units_of(used, updates.waiting, used.unit)
+    yield from (sub.unit for sub in updates.waiting)
     yield from _next_step(policy)
 
 
@@ -50,9 +52,9 @@ def _next_step(policy: StagingPolicy) -> Iterator[Unit]:
     units: Iterable[Unit]
     if not policy._updates_wait:
         frozen = takewhile(lambda group: group.is_frozen, groups)
-        units = chain(map(state_of, stepped), map(compute_of, frozen))
+        units = chain((sub.unit for sub in stepped), (group.unit for group in frozen))
     else:
-        compute = [compute_of(group) if group.is_frozen else group for group in groups]
+        compute = [group.unit if group.is_frozen else group for group in groups]
         units = chain.from_iterable(
             _units_of(group, stepped, unit) for group, unit in zip(groups, compute, strict=True)
         )
@@ -60,9 +62,9 @@ def _next_step(policy: StagingPolicy) -> Iterator[Unit]:
 
 
 def _units_of(group: PagedGroup, updated: Container[PagedSubGroup], compute: Unit) -> Iterator[Unit]:
-    yield from (state_of(sub) for sub in group.resident_sub_groups if sub in updated)
+    yield from (sub.unit for sub in group.resident_sub_groups if sub in updated)
     yield compute
-    yield from (state_of(sub) for sub in group.members if sub in updated)
+    yield from (sub.unit for sub in group.members if sub in updated)
 
 
 def check_policy(patch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,15 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 5
 PLACES = {
-    "memory": {"place": "memory"},
+    "memory": {"place": "none"},
     "step": {"update": "step"},
     "forward": {"update": "forward"},
     "forward, accumulated": {"update": "forward", "accumulation": 2},
     "backward": {"update": "backward"},
     "backward, durable": {"update": "backward", "durability": "step"},
     "forward, durable": {"update": "forward", "durability": "step"},
+    "host memory, forward": {"place": "cpu", "update": "forward"},
+    "host memory, backward": {"place": "cpu", "update": "backward"},
 }
 
 
@@ -54,7 +56,7 @@ class Model(nn.Module):
 def make(
     folder: Path, *, place: str = "nvme", update: str = "auto", accumulation: int = 1, resume: bool = False, **own: Any
 ) -> infinity.Engine:
-    offload = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": "none"}
+    offload = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": place}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -360,8 +362,8 @@ def test_a_gradient_changed_by_hand_takes_effect_or_is_refused(update: str, nvme
             with pytest.raises(infinity.InfinityError, match=r"gradient_clipping.*infinity\.keep_grad"):
                 change_and_step()
         losses = []
-        for place in ("memory", "nvme"):
-            keeping = {} if place == "memory" else {"keep_grad": True, "update": "step"}
+        for place in ("none", "nvme"):
+            keeping = {} if place == "none" else {"keep_grad": True, "update": "step"}
             with make(nvme_path, place=place, **keeping) as engine:
                 engine.backward(engine(batch(0)))
                 change(engine)
@@ -388,13 +390,13 @@ def test_between_a_backward_that_updates_and_its_step_nobody_looks(nvme_path: Pa
         engine.step()
         step(engine)
         found = weights(engine)
-    with make(nvme_path, place="memory") as engine:
+    with make(nvme_path, place="none") as engine:
         for _ in range(3):
             step(engine)
         assert same(found, weights(engine))
 
 
-@pytest.mark.parametrize("place", ["memory", "nvme"])
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
 def test_a_call_on_another_thread_leaves_a_step_alone_and_waits_for_no_end(
     place: str, nvme_path: Path, tmp_path: Path
 ) -> None:

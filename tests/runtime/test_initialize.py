@@ -135,13 +135,13 @@ def test_not_enough_space_is_told_in_gib_before_training(nvme_path: Path, monkey
 @pytest.mark.parametrize(
     ("free_mib", "own", "update", "told"),
     [
-        (40, {}, "backward", "ahead of the step, in 12.00 MiB more on NVMe"),
+        (40, {}, "backward", "ahead of the step, in 9.59 MiB more on NVMe"),
         (36, {"durability": "step"}, "backward", None),
-        (35, {}, "forward", '"auto" is "forward" here: .* 36.00 MiB are needed on .*, where 35.00 MiB are free'),
+        (31, {}, "forward", '"auto" is "forward" here: .* 31.17 MiB are needed on .*, where 31.00 MiB are free'),
         (40, {"host_cache_bytes": "2MiB"}, "forward", None),
         (40, {"gradient_bytes_max": 0}, "forward", None),
         (40, {"keep_grad": True}, "forward", None),
-        (24, {"update": "backward"}, "backward", "ahead of the step, in 12.00 MiB more on NVMe"),
+        (24, {"update": "backward"}, "backward", "ahead of the step, in 9.59 MiB more on NVMe"),
     ],
     ids=str,
 )
@@ -169,9 +169,9 @@ def test_auto_updates_ahead_of_a_step_that_clips_where_it_can_and_there_is_space
 
 
 def test_space_for_updates_ahead_that_were_asked_for_is_named(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 23 << 20)
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 21 << 20)
     settings = config(nvme_path, infinity={"update": "backward"}, gradient_clipping=1.0)
-    said = 'with the second slot that infinity.update "forward" does without: 24.00 MiB are needed on .*, where 23.00 MiB are'
+    said = 'with the second slot that infinity.update "forward" does without: 21.59 MiB are needed on .*, where 21.00 MiB are'
     refused(infinity.StoreError, said, settings, model=bare())
 
 

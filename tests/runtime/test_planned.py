@@ -51,12 +51,11 @@ class Model(nn.Module):
         return h
 
 
-def work_of(update: Update, accumulation: int, clipping: bool = False, **settings: Any) -> Work:
+def work_of(update: Update, accumulation: int, clipping: bool = False, *, at_once: int = 1, **settings: Any) -> Work:
     shape = Transformer(LAYERS, WIDTH, 1, 1, 2, WIDTH * WIDTH, WIDTH * WIDTH)
-    at_once = settings.get("schedule") == "vertical"
-    speculative = update == "backward" and (clipping or (accumulation > 1 and not at_once))
-    scheme = Scheme("split", update, speculative=speculative)
-    return Work(shape, micro_batches=accumulation, clipping=clipping, scheme=scheme, **settings)
+    scheme = Scheme("split", update, speculative=update == "backward" and (clipping or accumulation > at_once))
+    passing = {"micro_batches": accumulation, "micro_batches_at_once": at_once}
+    return Work(shape, clipping=clipping, scheme=scheme, **passing, **settings)
 
 
 def started(
@@ -98,6 +97,26 @@ def test_gradients_pool_and_drive_take_what_was_planned(
         assert engine.swap.stats().pinned_bytes == pool
         assert engine.swap.stats().arena_bytes == planned.nvme_bytes
         assert pool > 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "strategy", [each for each in STRATEGIES if each.optimizer == "cpu"], ids=lambda each: each.name
+)
+@pytest.mark.parametrize(("update", "clipping"), [("step", False), ("backward", False), ("backward", True)])
+def test_host_memory_holds_what_was_planned(
+    strategy: Strategy, update: Update, clipping: bool, nvme_path: Path
+) -> None:
+    work = work_of(update, 1, clipping)
+    planned = memory_of(work, strategy, pinned_bytes=0, device_is_host=True)
+    with started(strategy, nvme_path, update, 1, clipping) as engine:
+        engine.backward(engine(torch.ones(4, WIDTH)).float().square().mean())
+        assert engine.gradient_bytes == planned.host.get("gradients", 0)
+        assert engine.swap is not None
+        sub_groups = engine.swap.paged.layout.sub_groups
+        held = sum(sub.field_bytes(name) for sub in sub_groups for name in sub.fields if name in sub.held)
+        assert held == planned.host["optimizer state: remainders and moments"]
+        assert engine.swap.stats().cached_bytes == 2 * work.shard_numel
+        assert engine.swap.stats().arena_bytes == 0
 
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.uses_nvme], ids=lambda each: each.name)
@@ -145,7 +164,7 @@ def test_a_step_moves_what_was_planned_and_a_discarded_one_so_much_more(
 def test_a_vertical_step_holds_and_moves_what_was_planned(
     update: Update, accumulation: int, clipping: bool, nvme_path: Path
 ) -> None:
-    work = work_of(update, accumulation, clipping, schedule="vertical")
+    work = work_of(update, accumulation, clipping, at_once=accumulation)
     strategy = STRATEGIES[-1]
     plan = plan_step(work, MACHINE, strategy, cache_bytes=0)
     assert plan.simulated is not None

@@ -42,7 +42,6 @@ def test_what_comes_out_otherwise_than_its_words_is_said(nvme_path: Path, caplog
         zero = stages.CASES["stage 2, state on the cpu"]
         stages.with_engine(zero, str(nvme_path), bf16=True, accumulation=1, clipping=0.0)
     assert "offload_optimizer.ratio has no effect" in caplog.text
-    assert "the CPU is the device that computes" in caplog.text
 
 
 @pytest.mark.usefixtures("one_rank")

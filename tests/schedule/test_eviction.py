@@ -38,7 +38,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(unit=UNITS)
     def take(self, unit: int) -> None:
         if unit in self.staged:
-            del self.eviction[unit]
+            self.eviction.discard(unit)
             self.staged.remove(unit)
 
     @rule(unit=UNITS, moment=MOMENTS, times=st.integers(1, 60))
@@ -84,13 +84,13 @@ def reads_by_policy(uses: Sequence[int], room: int) -> int:
     reads = 0
     for place, unit in enumerate(uses):
         if unit in eviction:
-            del eviction[unit]
+            eviction.discard(unit)
         else:
             reads += 1
             if len([*eviction]) == room:
                 victim = eviction.victim(writes_in_flight=False)
                 assert victim is not None
-                del eviction[victim]
+                eviction.discard(victim)
         eviction.add(unit, next((later for later in range(place + 1, len(uses)) if uses[later] == unit), None))
     return reads
 

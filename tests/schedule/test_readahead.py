@@ -280,21 +280,21 @@ def test_a_large_group_before_a_small_one_can_be_on_time_where_the_order_of_need
 @given(data=st.data(), units=st.lists(st.integers(0, 9), unique=True, max_size=8))
 def test_the_unit_on_nvme_that_is_needed_soonest_is_read_next(data: st.DataObject, units: list[int]) -> None:
     """Units that were dropped since are read again, those before the place are not."""
-    on_nvme = set(units)
-    ahead = ReadAhead[int](lambda unit: unit in on_nvme)
+    held: set[int] = set()
+    ahead = ReadAhead[int](held, int)
     following = in_turn(units)
     ahead.follow(following)
     for place in range(len(units)):
         following.pass_to(place)
         ahead.fit()
-        left = [unit for unit in units[place:] if unit in on_nvme]
+        left = [unit for unit in units[place:] if unit not in held]
         for unit in ahead.to_read():
             assert unit == left.pop(0)
-            on_nvme.discard(unit)
+            held.add(unit)
             ahead.stage(unit)
         assert left == []
         for unit in data.draw(st.lists(st.sampled_from(units), unique=True)):
             if unit in ahead.staged:
-                del ahead.staged[unit]
-                on_nvme.add(unit)
+                ahead.staged.discard(unit)
+                held.remove(unit)
                 ahead.unstage(unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from infinity.schedule.update_timing import SpeculationPolicy
+from infinity.schedule.scheme import SpeculationPolicy
 
 
 def discarded_and_accepted(clips: tuple[bool, ...]) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""What waits on NVMe: the last groups' gradients, beyond a budget, and in 16 bits only where these hold them; the first saved
-activations, all that the buffer can't keep in hand, each once each way."""
+"""What waits on NVMe: an even share of the groups' gradients, beyond a budget, and in 16 bits only where these hold them; the
+first saved activations, all that the buffer can't keep in hand, each once each way."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def test_what_stays_fits_and_nothing_spills_that_would_have_fitted(sizes: list[i
     assert all(kept + sizes[group] > host_bytes_max for group in spilled)
 
 
-def test_the_last_groups_spill() -> None:
-    assert groups_that_spill([10, 10, 10, 10], 25) == [2, 3]
+def test_an_even_share_of_the_groups_spills() -> None:
+    """Between any two groups a pass has as much to move."""
+    assert groups_that_spill([10] * 12, 90) == [3, 7, 11]
+    assert groups_that_spill([10, 10, 10, 10], 25) == [1, 3]
     assert groups_that_spill([10, 30, 10], 25) == [1]  # what comes after one that is too large may still fit
     assert groups_that_spill([10, 10], 0) == [0, 1]
     assert groups_that_spill([10, 10], None) == []

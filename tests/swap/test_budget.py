@@ -12,8 +12,8 @@ from infinity.errors import BudgetError
 from infinity.schedule import pinned
 from infinity.schedule.pinned import PinnedBudget, gather_bytes
 from infinity.store.layout import SPACE_ALIGN
-from infinity.swap import budget
-from infinity.swap.budget import check_available, check_budget, sub_group_numel_for
+from infinity.swap import plan
+from infinity.swap.plan import check_available, check_budget, sub_group_numel_for
 from infinity.units import GIB, MIB
 
 
@@ -81,13 +81,13 @@ def test_sub_groups_too_large_are_told_apart() -> None:
 
 
 def test_pool_beyond_the_ranks_share_of_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 8 * GIB)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert budget.memory_of_rank() == 8 * GIB
+    assert plan.memory_of_rank() == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert budget.memory_of_rank() == 2 * GIB
-    monkeypatch.setattr(budget, "absent_bytes", lambda: 4 * GIB)  # of a pool that was just made
-    assert budget.memory_of_rank() == GIB
+    assert plan.memory_of_rank() == 2 * GIB
+    monkeypatch.setattr(plan, "absent_bytes", lambda: 4 * GIB)  # of a pool that was just made
+    assert plan.memory_of_rank() == GIB
     check_available(2 * GIB, 2 * GIB)
     with pytest.raises(
         BudgetError, match=r"3\.00 GiB is more than the 2\.00 GiB of memory that are available to each of the 4 ranks"
@@ -96,8 +96,8 @@ def test_pool_beyond_the_ranks_share_of_the_memory_is_refused(monkeypatch: pytes
 
 
 def test_where_nobody_says_what_is_available_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_bytes", lambda: None)
-    check_available(1 << 60, budget.memory_of_rank())
+    monkeypatch.setattr(plan, "available_bytes", lambda: None)
+    check_available(1 << 60, plan.memory_of_rank())
 
 
 def test_cache_is_a_line_of_the_sum_and_of_the_errors() -> None:
@@ -105,5 +105,7 @@ def test_cache_is_a_line_of_the_sum_and_of_the_errors() -> None:
     for gather, pipeline in ((20 * MIB, 0), (0, 20 * MIB)):
         need = PinnedBudget(gather, pipeline, cache_bytes=3 * MIB)
         check_budget(27 * MIB, need, "layers.7", MIB)
-        with pytest.raises(BudgetError, match=rf"beside the 3\.00 MiB of host_cache_bytes.* {27 * MIB} bytes"):
+        with pytest.raises(
+            BudgetError, match=rf"with the 3\.00 MiB that stay in it .host_cache_bytes.* {27 * MIB} bytes"
+        ):
             check_budget(27 * MIB - 1, need, "layers.7", MIB)

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity import PagingOptions
 from infinity.schedule.scheme import Update
+from infinity.swap.gradient_lap import RefusingGradient
 from infinity.swap.stager import Stager
-from infinity.swap.taken_gradient import RefusingGradient
 from infinity.swap.waiting_gradients import WaitingGradients
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -101,7 +101,7 @@ def test_they_wait_in_sixteen_bits_and_not_in_grad(both: list[infinity.Engine]) 
     nvme.step()
     assert gradients(nvme).held_bytes == 0  # the updates have them
     weights(nvme)
-    assert not nvme.swap.paged.updates
+    assert not nvme.swap.paged.updates.waiting
 
 
 @pytest.mark.parametrize("update", ["forward", "backward"])

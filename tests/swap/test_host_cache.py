@@ -15,7 +15,7 @@ import infinity
 from infinity.device import CpuDevice
 from infinity.schedule.scheme import Scheme
 from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, PartKey, Shard, plan_layout
-from infinity.swap.host_cache import plan_cache
+from infinity.swap.plan import plan_cache
 
 IN_STEP = Scheme("full", "step")
 PAGE = 4096

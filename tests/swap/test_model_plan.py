@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,37 @@ def test_small_parameters_stay_then_so_many_elements_of_the_first_groups() -> No
     layout = planned(param_persistence_threshold=9, max_in_cpu=2 * ROWS + 7).layout
     assert resident(layout) == ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", *biases[1:]]
     assert len(resident(planned(hold_parameters=True).layout)) == 8
+
+
+def test_host_memory_has_all_of_a_model_that_is_not_on_nvme() -> None:
+    """Compute parameters in the pool, exactly; the other half of a split master and the moments in memory that isn't pinned."""
+    layout, pinned_bytes, _ = planned(hold_parameters=True, hold_state=True)
+    assert layout.nbytes == 0 and resident(layout) == []
+    gathered = sum(2 * sub.numel for members in layout.by_space for sub in members)
+    assert layout.cached_bytes == gathered and pinned_bytes == gathered + pinned.ACCESS_BYTES
+    held = sum(sub.field_bytes(name) for sub in layout.sub_groups for name in sub.fields if name in sub.held)
+    assert held == 10 * gathered // 2
+    assert planned(hold_parameters=True, hold_state=True, max_in_cpu=10**9).layout == layout
+    with pytest.raises(BudgetError, match=rf"that stay in it .* {pinned_bytes} bytes .* leave it .auto"):
+        planned(pinned_bytes - 1, hold_parameters=True, hold_state=True)
+    with pytest.raises(ConfigError, match="set hold_parameters and hold_state"):
+        planned(hold_parameters=True, keep_on_device=True)
+    with pytest.raises(BudgetError, match=r"of masters and optimizer state are more than .* put them on NVMe"):
+        planned(memory_bytes=pinned_bytes + held - 1, hold_parameters=True, hold_state=True)
+    planned(memory_bytes=pinned_bytes + held, hold_parameters=True, hold_state=True)
+
+
+@pytest.mark.parametrize(("dtype", "trained", "nbytes"), [(torch.float32, True, 12), (torch.bfloat16, False, 4)])
+def test_host_memory_holds_no_value_twice(dtype: torch.dtype, trained: bool, nbytes: int) -> None:
+    groups = [
+        replace(group, parameters=tuple(replace(each, trained=trained) for each in group.parameters))
+        for group in GROUPS
+    ]
+    options = PagingOptions(**NOTHING_ASKED | {"hold_parameters": True, "hold_state": True})
+    layout = plan_model(ModelOutline(groups, 1, dtype), options, None, math.inf).layout
+    for sub in layout.sub_groups:
+        assert {*sub.fields} == {*sub.cached} | ({*sub.fields} & {*sub.held}) and not {*sub.cached} & {*sub.held}
+        assert sum(sub.itemsize(name) for name in sub.fields) == nbytes
 
 
 def test_all_the_small_parameters_that_stay_are_bounded() -> None:

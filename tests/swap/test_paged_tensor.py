@@ -30,9 +30,9 @@ from infinity.device import CpuDevice
 from infinity.store.arena import Arena
 from infinity.store.layout import SPACE_ALIGN, Field, Shard, plan_layout
 from infinity.store.run_folder import RunFolder
-from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.plan import ACCESS_BYTES
 from infinity.swap.shard import PagedShard
 from infinity.swap.stager import Stager
 

@@ -265,7 +265,7 @@ def fail_a_read(run: Run, after: int) -> None:
         finish(chunk, *waited_for)
         left[0] -= 1
         if left[0] < 0:
-            del stager._staged[chunk]
+            stager._staged.discard(chunk)
             stager._give_back(chunk)
             raise infinity.IoError("read: EIO", 5)
 

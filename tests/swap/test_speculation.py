@@ -18,12 +18,12 @@ from worse_drives import FaultPlan, worse_drives
 import infinity
 from infinity import PagingOptions
 from infinity.optim.hosted import Stepper
-from infinity.schedule.update_timing import GROUPS_APART
+from infinity.schedule.scheme import APART
 from infinity.store.layout import Field
 from infinity.swap.health import Health
 from infinity.swap.hosted_optimizer import HostedOptimizer
 from infinity.swap.paged_optimizer import PagedOptimizer
-from infinity.swap.speculation import Speculation
+from infinity.swap.pending_updates import Speculation
 from infinity.swap.sub_group import PagedSubGroup
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -78,8 +78,8 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def updated_early(swap: infinity.SwapManager) -> int:
-    """How many sub-groups the backward updates: all but those of the groups that are left to the forward."""
-    return sum(sub.layout.space % GROUPS_APART != GROUPS_APART - 1 for sub in swap.paged.sub_groups)
+    """How many sub-groups the backward updates: all but those that are left to the forward."""
+    return sum(sub.layout.index % APART != APART - 1 for sub in swap.paged.sub_groups)
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_what_is_not_updated_ahead_has_one_slot(paging: dict[str, int], nvme_pat
         slots = {sub: len(sub.slots) for sub in swap.paged.sub_groups}
         for sub, count in slots.items():
             resident = sub.layout.space == swap.paged.layout.resident_space
-            left = sub.layout.space == 3 and "gradient_bytes_max" not in paging
+            left = sub.layout.index % APART == APART - 1 and "gradient_bytes_max" not in paging
             waits = left or sub.rests_in_host or sub.gradient_extent is not None or resident
             assert count == (1 if waits else 2)
         assert {*slots.values()} == {1, 2}

@@ -193,7 +193,7 @@ def test_a_loop_of_ones_own_is_traced_too(nvme_path: Path, tmp_path: Path) -> No
 
 
 def test_a_wait_for_room_says_for_whom(nvme_path: Path, tmp_path: Path) -> None:
-    slow = DriveLimit(bytes_per_s=20e6)
+    slow = DriveLimit(bytes_per_s=5e6)
     with worse_drives([slow]), SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap:
         swap.start_trace()
         swap.tensors.register("first", torch.zeros(MIB))
@@ -229,7 +229,7 @@ def test_each_drive_has_rows_of_its_own(nvme_path: Path, tmp_path: Path) -> None
 
 def test_a_training_in_memory_has_no_timeline() -> None:
     engine, *_ = infinity.initialize(model=Model(), config={"bf16": {"enabled": True}})
-    with engine, pytest.raises(InfinityError, match="rests on NVMe"):
+    with engine, pytest.raises(InfinityError, match="is offloaded"):
         engine.start_trace()
 
 

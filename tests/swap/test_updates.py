@@ -20,10 +20,9 @@ import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
 from infinity.swap.chunk import Chunk, ChunkIo, ChunkState
-from infinity.swap.gradient_lap import trained_shard
+from infinity.swap.gradient_lap import RefusingGradient, trained_shard
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.stager import Stager
-from infinity.swap.taken_gradient import RefusingGradient
 
 BLOCKS = 5
 WIDTH = 96
@@ -76,7 +75,7 @@ def step(engine: infinity.Engine, without: int | None = None) -> float:
 
 def waiting(engine: infinity.Engine) -> int:
     assert engine.swap is not None
-    return len(engine.swap.paged.updates)
+    return len(engine.swap.paged.updates.waiting)
 
 
 def released(engine: infinity.Engine) -> dict[str, nn.Parameter]:
@@ -260,8 +259,8 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(
         for engine in both:
             step(engine)
     assert nvme.swap is not None
-    sub = list(nvme.swap.paged.updates)[2]
-    assert sub.chunk.verified_by_user
+    sub = list(nvme.swap.paged.updates.waiting)[2]
+    assert sub.chunk.verified_by_caller
     (read,) = sub.chunk.reads
     offset = read.offset + at % read.nbytes
     flip(nvme, offset)
@@ -271,7 +270,7 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(
         with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there") as caught:
             nvme.swap.flush()
     assert sub.chunk.name in str(caught.value) and caught.value.page_offset == offset // 4096 * 4096
-    assert sub in nvme.swap.paged.updates
+    assert sub in nvme.swap.paged.updates.waiting
     flip(nvme, offset, back=True)
     for _ in range(2):
         assert step(nvme) == step(memory)
@@ -287,7 +286,7 @@ def test_an_optimizer_that_does_not_verify_has_it_done_before(
     for engine in both:
         step(engine)
     assert nvme.swap is not None
-    sub = list(nvme.swap.paged.updates)[2]
+    sub = list(nvme.swap.paged.updates.waiting)[2]
     flip(nvme, sub.extent.offset)
     with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there"):
         nvme.swap.flush()
@@ -315,7 +314,7 @@ def test_what_an_update_wrote_is_summed(
     assert engine.swap is not None
     if verifier == "engine":
         for sub in engine.swap.paged.sub_groups:
-            sub.chunk.verified_by_user = False
+            sub.chunk.verified_by_caller = False
     for _ in range(3):
         step(engine)
     engine.swap.flush()
