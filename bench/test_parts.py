@@ -17,7 +17,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from infinity.aio import IoEngine, PinnedPool, Priority, Request
 from infinity.aio.pool import FreeRanges
 from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.resources import Resources
 from infinity.plan.simulator import simulate
 from infinity.plan.step import Pause, Step, SubGroup, Use
 from infinity.schedule.readahead import plan_look_ahead
@@ -112,5 +111,4 @@ def test_simulating_a_step_of_many_groups(benchmark: BenchmarkFixture) -> None:
     uses = [Use(group, MIB, MIB, 1e-4, 1e-3, 1e-4, MIB, live_bytes=MIB) for group in order]
     program = [*uses, Pause(), *[SubGroup(6 * MIB, 7 * MIB, 7 * MIB, 1e-3)] * GROUPS]
     step = Step(program=program, group_bytes=[MIB] * GROUPS, look_ahead_bytes=5 * MIB, pool_bytes=40 * MIB)
-    resources = Resources(DriveSpeed(5e9, 2e9), 25e9, 25e9)
-    benchmark.pedantic(lambda: simulate(step, resources), rounds=3)
+    benchmark.pedantic(lambda: simulate(step, DriveSpeed(5e9, 2e9), 25e9), rounds=3)

@@ -16,80 +16,61 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infinity.cli.bench import main as infinity_bench
-from infinity.plan.planner import RATED_DAYS
 from infinity.units import DAY_SECONDS, format_seconds
 
 MODELS = ("1B", "3B", "8B", "32B", "70B", "405B", "1T")
 
 
 class Asked(NamedTuple):
-    """A machine, by the name of its preset, and how a step is taken on it."""
+    """A machine, by the name of its preset, and the models that are planned on it. `seqs`: tokens of a sequence, for each of
+    TOKENS."""
 
     preset: str
     about: str
-    step: tuple[str, ...]
-    in_words: str
+    seqs: tuple[int, int]
     models: tuple[str, ...]
 
 
+TOKENS = (131_072, 8_192)
+"""Of a step."""
+
 MACHINES = (
-    Asked(
-        "laptop",
-        "a laptop that computes on its CPU",
-        ("--batch-size", "8", "--seq", "512"),
-        "8 sequences of 512 tokens",
-        MODELS[:3],
-    ),
-    Asked(
-        "rtx4090-gen4",
-        "one RTX 4090, 64 GB of memory and one Gen4 drive",
-        ("--batch-size", "4"),
-        "4 sequences of 2 048 tokens",
-        MODELS[:5],
-    ),
-    Asked(
-        "dgx-a100",
-        "DGX A100, 8 GPUs of 80 GB",
-        ("--batch-size", "8"),
-        "8 sequences of 2 048 tokens on each GPU",
-        MODELS[2:],
-    ),
-    Asked(
-        "8xh200-gen5",
-        "8 H200 and 8 Gen5 drives",
-        ("--batch-size", "8"),
-        "8 sequences of 2 048 tokens on each GPU",
-        MODELS[2:],
-    ),
+    Asked("laptop", "a laptop that computes on its CPU", (512, 512), MODELS[:3]),
+    Asked("rtx4090-gen4", "one RTX 4090, 64 GB of memory and one Gen4 drive", (2048, 2048), MODELS[:5]),
+    Asked("dgx-a100", "DGX A100, 8 GPUs of 80 GB", (2048, 1024), MODELS[2:]),
+    Asked("8xh200-gen5", "8 H200 and 8 Gen5 drives", (2048, 1024), MODELS[2:]),
 )
 
 HEAD = """\
 # Which model on which machine
 
-For each machine the fastest way that fits, as `infinity-bench plan` finds it by simulating a step with the product's own
-policies: full training with AdamW in bf16, clipped, activations recomputed; and LoRA of rank 16 on frozen weights that stay
-in their files. Nothing here was measured on these machines. Ask for yours, which the plan measures first:
+For each machine and model the fastest step of 131 072 and of 8 192 tokens that fits, as `infinity-bench plan --tokens-per-step`
+finds it by simulating steps with the product's own policies: full training with AdamW in bf16, clipped; and LoRA of rank 16 on
+frozen weights that stay in their files. Ask for yours, which the plan measures first:
 
-    infinity-bench plan /local_nvme --params 8B
+    infinity-bench plan /local_nvme --params 8B --tokens-per-step 131072
 
-Drives last as long as said where training never stops; they are rated for one drive write per day over five years. LoRA
-writes nothing.
+Nothing below was measured on these machines. **Hardware really tried:** [one H100](gpu.md#what-an-h100-showed), with up to 3 B
+parameters, and [x86-64 CPUs of two cores with a virtual NVMe drive](performance.md), with up to 1 B.
 """
 
-EASED = {"--gradient-memory 0": "gradients too", "--offload-activations cpu": "activations on the host"}
-"""The arguments that the plan adds by itself where a model doesn't fit without, in words."""
+WAITING = {"none": (), "cpu": ("activations on the host",), "nvme": ("activations on NVMe",)}
+"""Where saved activations wait, in words."""
 
 COLUMNS = (
+    "tokens a step",
     "model",
-    "its states are",
+    "model states on",
+    "micro-batches",
     "GPU",
     "host",
     "NVMe",
     "step",
     "tokens/s",
-    "at least",
-    "read + written",
-    "drives last",
+    "of its bound",
+    "hours per billion tokens",
+    "MB written per token",
+    "SSD lifetime",
     "LoRA: step",
 )
 
@@ -105,57 +86,76 @@ def page() -> str:
 
 
 FOOT = """\
-GPU, host and NVMe are the memory that a rank needs of each at its peak; on a CPU the host's is all. "At least" is the lower
-bound of the step: its arithmetic, or its bytes over what the drives give, whichever takes longer. Read and written are the
-bytes of all ranks in a step; where there are none, the host cache holds what would be on NVMe. More tokens in a step move no
-more bytes: [train_batch.md](train_batch.md). What each figure is made of is in [plan.md](plan.md)."""
+Micro-batches: "16 of 4, 8 at once" are 16 micro-batches of 4 sequences on each GPU, of which 8 pass through a group of the
+model before its next group. GPU, host and NVMe are the memory that a rank needs of each at its peak; on a CPU the host's is
+all. The bound of a step is its arithmetic, or its bytes over what the drives give, whichever takes longer. Drives last so
+long if training never stops; they are rated for one drive write per day over five years. LoRA writes nothing. What each
+figure is made of is in [plan.md](plan.md)."""
 
 
 def section(asked: Asked) -> list[str]:
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(model, asked) for model in asked.models)]
-    title = asked.about[0].upper() + asked.about[1:]
-    command = f"    infinity-bench plan --preset {asked.preset} {' '.join(asked.step)} --params 8B"
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    rows += [row(model, asked, number) for number in range(len(TOKENS)) for model in asked.models]
+    commands = [f"    infinity-bench {' '.join(words)}" for words in (command("8B", asked, 0), command("8B", asked, 1))]
     return [
-        f"## {title}\n",
-        f"A step is {asked.in_words}:\n",
-        f"{command}\n",
+        f"## {asked.about[0].upper()}{asked.about[1:]}\n",
+        *commands,
+        "",
         *(f"| {' | '.join(cells)} |" for cells in rows),
         "",
     ]
 
 
-def planned(model: str, asked: Asked) -> dict[str, Any]:
-    """What the plan says of a model of so many parameters, as JSON."""
+def command(model: str, asked: Asked, number: int) -> list[str]:
+    step = ["--seq", str(asked.seqs[number]), "--tokens-per-step", str(TOKENS[number])]
+    return ["plan", "--preset", asked.preset, "--params", model, *step]
+
+
+def planned(words: list[str]) -> dict[str, Any]:
+    """What the plan says, as JSON."""
     output = io.StringIO()
-    words = ["plan", "--params", model, "--preset", asked.preset, *asked.step, "--json", "-"]
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        infinity_bench(words)
+        infinity_bench([*words, "--json", "-"])
     result: dict[str, Any] = json.loads(output.getvalue())
     return result
 
 
-def row(model: str, asked: Asked) -> tuple[str, ...]:
+def row(model: str, asked: Asked, number: int) -> tuple[str, ...]:
     """A model's row."""
-    plan = planned(model, asked)
+    plan = planned(command(model, asked, number))
+    tokens = thousands(TOKENS[number])
     lora = next(way for way in plan["frozen"] if way["name"].startswith("LoRA"))
     lora_step = format_seconds(lora["seconds"], digits=2) if lora["fits"] else "–"
     if plan["chosen"] is None:
-        return model, "don't fit", *["–"] * 8, lora_step
+        return tokens, model, "don't fit", *["–"] * 10, lora_step
     chosen = next(way for way in plan["strategies"] if way["name"] == plan["chosen"])
     memory = [sum(tier.values()) for tier in chosen["memory_bytes_per_rank"].values()]
-    moved = chosen["read_bytes_per_rank"] + chosen["written_bytes_per_rank"]
-    daily = chosen["drive_writes_per_day"]
+    places = [plan["chosen"].partition(", ")[2] or "the GPUs"]
+    if chosen["offload_param"] == "nvme" and plan["gradient_bytes_max"] is not None:
+        places.append("some gradients too" if plan["gradient_bytes_max"] else "gradients too")
+    days = chosen["drive_days"]
     return (
+        tokens,
         model,
-        ", ".join([plan["chosen"].partition(", ")[2] or "on the GPUs", *(EASED[added] for added in plan["eased"])]),
+        ", ".join([*places, *WAITING[plan["offload_activations"]]]).replace("optimizer on", "the optimizer on"),
+        f"{plan['accumulation']} of {plan['batch']}, {plan['micro_batches_at_once']} at once",
         *(gigabytes(nbytes) for nbytes in memory),
         format_seconds(chosen["step_seconds"], digits=2),
-        f"{chosen['tokens_per_s']:,.0f}".replace(",", " "),
-        format_seconds(chosen["lower_bound_seconds"], digits=2),
-        gigabytes(moved * plan["machine"]["ranks_per_node"] * plan["machine"]["nodes"]),
-        format_seconds(RATED_DAYS * DAY_SECONDS / daily, digits=2) if daily else "–",
+        thousands(chosen["tokens_per_s"]),
+        f"{chosen['lower_bound_seconds'] / chosen['step_seconds']:.0%} of {chosen['bound'].removeprefix('the ')}",
+        thousands(chosen["hours_per_billion_tokens"]),
+        megabytes(chosen["written_bytes_per_token"] / 1e6) if days else "–",
+        format_seconds(days * DAY_SECONDS, digits=2) if days else "–",
         lora_step,
     )
+
+
+def megabytes(number: float) -> str:
+    return f"{number:.2g}" if number < 10 else thousands(number)
+
+
+def thousands(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ")
 
 
 def gigabytes(nbytes: float) -> str:

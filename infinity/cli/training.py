@@ -47,7 +47,7 @@ def add_training(
     text = "what is kept of each parameter beside its master: two numbers (AdamW and Adam), one of the blocks' matrices and "
     text += "two of all else (Muon), one (SGD, with momentum), or none (plain-SGD) (default: AdamW)"
     add("--optimizer", choices=optimizers, default="AdamW", help=text)
-    default = "all memory that is left, or 0 with --pinned-bytes-max" if cache is None else cache
+    default = "all memory that is left, or 0 if that is faster or with --pinned-bytes-max" if cache is None else cache
     text = "part of the pinned memory that keeps compute parameters and optimizer state from step to step "
     add("--cache", type=size_or_none, default=cache, metavar="BYTES", help=f"{text}(default: {default})")
     text = (
@@ -56,16 +56,23 @@ def add_training(
     add("--gradient-memory", type=size_or_none, metavar="BYTES", help=text)
 
 
-def work_from(options: argparse.Namespace, model: Transformer, *, ranks: int = 1, **others: Any) -> Work:
-    """What one rank does in a step, by the options of `add_training`. `others`: more attributes of `Work`.
+def work_from(
+    options: argparse.Namespace, model: Transformer, *, ranks: int = 1, at_once: int | None = None, **others: Any
+) -> Work:
+    """What one rank does in a step, by the options of `add_training`.
+
+    at_once: micro-batches that pass through a group before the next; as --schedule says where None.
+    others: more attributes of `Work`.
 
     Raises ConfigError for options that don't go together.
     """
+    if at_once is None:
+        at_once = options.accumulation if options.schedule == "vertical" else 1
     muon = options.optimizer == "Muon"
     update, speculative = choose_update(
         options.update,
         clipping=not options.no_clipping,
-        accumulation=1 if options.schedule == "vertical" else options.accumulation,
+        accumulation=options.accumulation // at_once,
         loss_scaling=False,
         collective=muon and ranks > 1,
     )
@@ -82,7 +89,7 @@ def work_from(options: argparse.Namespace, model: Transformer, *, ranks: int = 1
         ranks=ranks,
         samples=options.batch_size,
         micro_batches=options.accumulation,
-        schedule=options.schedule,
+        micro_batches_at_once=at_once,
         clipping=not options.no_clipping,
         scheme=scheme,
         muon=muon,

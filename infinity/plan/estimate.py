@@ -94,8 +94,7 @@ def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CA
     host memory, or has its gradient on NVMe."""
     if strategy.update_of(work.scheme) != "backward":
         return [0] * len(work.group_shards)
-    left = work.left_to_forward(strategy)
-    shards = [0 if is_left else shard for shard, is_left in zip(work.group_shards, left, strict=True)]
+    shards = [shard - left for shard, left in zip(work.group_shards, work.left_to_forward(strategy), strict=True)]
     if not work.scheme.speculative:
         return shards
     compute, other = strategy.stored_bytes(work.scheme)
@@ -122,8 +121,15 @@ def memory_of(
     `device_is_host`: computing on the CPU, so that what the device holds is in host memory too.
     """
     states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
-    moves = work.moves_activations(device_is_host=device_is_host)
-    device = {**_working_memory(work, strategy, activations_move=moves), **states.device}
+    elsewhere = sum(work.saved_elsewhere(device_is_host=device_is_host))
+    device: dict[str, int] = {}
+    if strategy.stage >= 3:
+        block = max(work.group_numels[ROOT + 1 :])
+        device["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * block + work.model.root_numel)
+    device["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * max(work.group_numels)
+    device |= {**activation_lines(work, elsewhere), **states.device}
+    if work.head_gradient_bytes:
+        device["gradients of the tied head"] = work.head_gradient_bytes
     host, nvme = dict(states.host), dict(states.nvme)
     if work.durable:
         stored = sum(nvme.values())
@@ -134,7 +140,7 @@ def memory_of(
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
         if left := work.gradients_that_wait(strategy):
             host[_GRADIENTS] = work.gradient_itemsize * left
-    elif strategy.parameters == "nvme":
+    elif strategy.on_host and not strategy.keeps_compute:
         spilled = sum(work.gradients_that_spill(strategy))
         host[_GRADIENTS] = work.gradient_itemsize * work.shard_numel - spilled
         if spilled:
@@ -143,14 +149,16 @@ def memory_of(
         host["pinned pool"] = pinned_bytes
     if cache.nbytes:
         host["host cache, pinned"] = cache.nbytes
-        nvme = {user: max(0, nbytes - _cached_of(user, cache)) for user, nbytes in nvme.items()}
+        cached = {_COMPUTE: sum(cache.compute), _GRADIENTS: 0}
+        other = sum(cache.other_state)
+        nvme = {user: max(0, nbytes - cached.get(user, other)) for user, nbytes in nvme.items()}
     if second := second_slot_bytes(work, strategy, cache):
         nvme["second slot of what the backward updates"] = second
-    if moves and work.activations == "cpu":
-        host["saved activations, pinned"] = sum(work.saved_bytes)
-    elif moves:
+    if elsewhere and work.activations == "cpu":
+        host["saved activations, pinned"] = elsewhere
+    elif elsewhere:
         host["buffer for saved activations, pinned"] = work.activation_buffer_bytes
-        nvme[_SAVED] = sum(work.saved_bytes)
+        nvme[_SAVED] = elsewhere
     if device_is_host:
         return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, nvme)
     return Memory(
@@ -172,12 +180,6 @@ def record_bytes(stored_bytes: int) -> int:
     return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
-def _cached_of(user: str, cache: HostCache) -> int:
-    if user == _GRADIENTS:
-        return 0
-    return sum(cache.compute if user == _COMPUTE else cache.other_state)
-
-
 def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
     """One rank's part of the states of a model of `numel` parameters, wherever they rest: what lasts from step to step, and
     the parameters that stage 2 keeps gathered."""
@@ -185,50 +187,40 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     nvme: dict[str, int] = {}
-    compute_bytes, other_state_bytes = strategy.stored_bytes(scheme)
+    compute_bytes, _ = strategy.stored_bytes(scheme)
     if strategy.stage < 3:
         device["gathered parameters"] = COMPUTE_BYTES * numel
-    elif strategy.optimizer == "cpu" and strategy.parameters == "none":
+    if strategy.optimizer == "cpu" and strategy.parameters == "none":
         device[_COMPUTE] = COMPUTE_BYTES * shard
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
-    masters = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
+    beside_compute = strategy.on_host and not strategy.keeps_compute
+    masters = "remainders" if beside_compute and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {masters} and moments" if scheme.moments else f"optimizer state: {masters}"
-    home[user] = math.ceil((other_state_bytes or scheme.state_bytes) * shard)
+    home[user] = math.ceil((scheme.other_state_bytes() if beside_compute else scheme.state_bytes) * shard)
     if strategy.all_gradients_wait(scheme):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:
         device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host
-    if strategy.uses_nvme:
+    if strategy.on_host:
         (nvme if compute_bytes else host)[_COMPUTE] = COMPUTE_BYTES * shard
     return Memory(device, host, nvme)
 
 
-def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -> dict[str, int]:
-    """Of the device, while it computes."""
+def activation_lines(work: Work, elsewhere: int) -> dict[str, int]:
+    """Of the device, what a forward leaves there for its backward, and what computing takes. `elsewhere`: bytes of saved ones
+    that wait in another place."""
     model = work.model
     lines = {}
-    if strategy.stage >= 3:
-        block = max(work.group_numels[ROOT + 1 :])
-        lines["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * block + model.root_numel)
-    lines["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * max(work.group_numels)
-    return lines | activation_lines(work, activations_move=activations_move)
-
-
-def activation_lines(work: Work, *, activations_move: bool) -> dict[str, int]:
-    """Of the device, what a forward leaves there for its backward, and what computing takes. `activations_move`: saved ones
-    wait elsewhere."""
-    model = work.model
-    lines = {}
-    if activations_move:
+    if elsewhere:
         of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
         lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block
-    elif work.checkpointing:
-        lines["activation checkpoints"] = model.checkpoint_bytes(work.samples_at_once)
-    else:
-        lines["activations"] = model.activation_bytes(work.samples_at_once, model.layers)
+    if staying := sum(work.saved_bytes) - elsewhere:
+        lines["activation checkpoints" if work.checkpointing else "activations"] = staying
     if work.checkpointing:
         lines["activations of a block"] = model.activation_bytes(work.samples)
-    lines["logits"] = model.logits_bytes(work.samples_at_once)
+    if work.between_groups_bytes:
+        lines["hidden states between groups"] = work.between_groups_bytes
+    lines["logits"] = model.logits_bytes(work.samples)
     return lines
 
 
@@ -238,8 +230,10 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     if not strategy.uses_nvme:
         return 0, 0
     spilled = work.gradients_that_spill(strategy)
-    waits = map(operator.or_, map(bool, spilled), work.left_to_forward(strategy))
-    waiting = sum(numel for numel, is_waiting in zip(work.group_shards, waits, strict=True) if is_waiting)
+    left = work.left_to_forward(strategy)
+    waiting = sum(
+        shard if spills else part for shard, spills, part in zip(work.group_shards, spilled, left, strict=True)
+    )
     later = replace(work.scheme, update=work.scheme.late)
     read = written = work.passes * (sum(spilled) + sum(work.saved_on_drive))
     for numel, scheme in ((work.shard_numel - waiting, work.scheme), (waiting, later)):
@@ -283,7 +277,7 @@ def pipeline_of(
     in which groups would stay.
     """
     if not strategy.uses_nvme:
-        return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
+        return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_IN_MEMORY), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
     per_element: float = sum(strategy.stored_bytes(work.scheme))
     spilled = work.gradients_that_spill(strategy)
@@ -328,8 +322,8 @@ def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
     gathers = [1] + [2] * (len(work.group_shards) - 1)  # the root stays gathered
     scheme, later = work.scheme, replace(work.scheme, update=work.scheme.late)
     return [
-        (later if left else scheme).compute_reads(times)
-        for times, left in zip(gathers, work.left_to_forward(strategy), strict=True)
+        (later if left == shard else scheme).compute_reads(times)
+        for times, left, shard in zip(gathers, work.left_to_forward(strategy), work.group_shards, strict=True)
     ]
 
 

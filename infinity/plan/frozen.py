@@ -1,12 +1,8 @@
 """Work on frozen weights that stay in the user's own files: adapters are trained on them, or text is generated.
 Closed formulas over the product's own policies of what stays staged; nothing is simulated and nothing is ever written.
 
-docs/plan.md, "On frozen weights in their files", says what is counted. Bytes follow from `cycle_read_bytes` and
-`choose_to_stay`, as the staging policy asks them, with the pool's sum. Time is the longest of what goes on at once.
-
-In generation a gather reads and writes weights before they are computed with, but not what stays staged where one rank computes
-on its host ([Note: Gathered where it is staged] in infinity/swap/shard.py). Weights of 8 and 4 bits are decoded before that:
-their bytes are read, and 16 bits are written. That this takes no longer than the memory traffic is an assumption.
+docs/plan.md, "On frozen weights in their files", says what is counted and what is assumed. Bytes follow from `cycle_read_bytes`
+and `choose_to_stay`, as the staging policy asks them, with the pool's sum. Time is the longest of what overlaps.
 """
 
 from __future__ import annotations
@@ -24,13 +20,16 @@ from infinity.plan.estimate import (
 )
 from infinity.plan.frozen_groups import FrozenGroups
 from infinity.plan.machine import Machine
-from infinity.plan.planner import USABLE, why_memory_lacks
-from infinity.plan.program import CAST_BYTES, CLIP_BYTES, NORM_BYTES, PARAMETER_BYTES
+from infinity.plan.planner import USABLE, what_lacks
+from infinity.plan.program import CLIP_BYTES, NORM_BYTES, PARAMETER_BYTES
 from infinity.plan.work import Work
 from infinity.schedule import pinned
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.schedule.spilling import GRADIENT_BYTES
-from infinity.units import format_bytes, format_count
+from infinity.units import format_count
+
+_CAST_BYTES = 6
+"""Memory traffic of an element of an adapter whose 16-bit copy torch makes: fp32 read, 16 bits written."""
 
 START_SECONDS = 5.0
 """Until the first read: the process starts, torch and the model's code are imported, the model is built without memory; an
@@ -38,7 +37,7 @@ assumption."""
 
 GATHER_TRAFFIC = 2
 """How often a gathered byte passes through memory before it is computed with: read, and written where it is gathered. Not where
-it is staged for good."""
+it is staged for good ([Note: Gathered where it is staged] in infinity/swap/shard.py)."""
 
 IN_TURNS = "in turns"
 """The resource of what compute waits for: it, and the drive or the link for routed experts."""
@@ -135,20 +134,19 @@ def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> Frozen
     groups, gathered = (FrozenGroups.of(work, tokens=tokens, base_bits=bits) for bits in (asked.base_bits, 16))
     adapters = work.model.adapter_numel(rank)
     shard = -(-adapters // work.ranks)
-    moves = work.moves_activations(device_is_host=machine.device_is_host)
+    elsewhere = sum(work.saved_elsewhere(device_is_host=machine.device_is_host))
     device = {
         "gathered groups": _gathered_bytes(work, gathered),
         "gradients of a group, to be reduced": (COMPUTE_BYTES + GRADIENT_BYTES) * -(-adapters // work.model.layers),
-        **activation_lines(work, activations_move=moves),
+        **activation_lines(work, elsewhere),
     }
     host = {
         "adapters and their optimizer state": math.ceil((COMPUTE_BYTES + work.scheme.other_state_bytes()) * shard),
         "gradients of the adapters": GRADIENT_BYTES * shard,
     }
-    if moves:
-        host["saved activations, pinned"] = sum(work.saved_bytes)
-    memory, pool = _memory(work, machine, groups, device, host, asked)
-    reasons = _why_not(machine, groups, memory, pool)
+    if elsewhere:
+        host["saved activations, pinned"] = elsewhere
+    memory, pool, reasons = _place(work, machine, groups, device, host, asked)
     if adapters > FEW_SHARE * work.model.numel:
         reasons.append(
             f"adapters: {format_count(adapters)} are too many to stay in memory beside {format_count(work.model.numel)} "
@@ -166,7 +164,7 @@ def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> Frozen
     busy["compute"] = _lora_seconds(work, machine, rank, expert_gathers=groups.expert_gathers)
     if asked.base_bits < 16:
         written = work.passes * (2 * gathered.expected_bytes - gathered.root_bytes)
-        busy["compute"] += (gathers + written) / _memory_bytes_per_s(machine)
+        busy["compute"] += (gathers + written) / machine.memory_bytes_per_s(of_host=False)
     if work.model.experts is not None:
         moved = _moving_seconds(machine, experts, 2 * work.passes * groups.expected_experts_bytes)
         busy[IN_TURNS] = busy["compute"] + max(moved.values())
@@ -200,7 +198,7 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
         "keys and values": model.cache_bytes(work.samples),
         "logits": model.logits_bytes(work.samples) // model.seq,
     }
-    memory, pool = _memory(work, machine, groups, device, {}, asked)
+    memory, pool, reasons = _place(work, machine, groups, device, {}, asked)
     always, experts = groups.round_read_bytes(pinned.look_ahead_room(pool, groups.largest_bytes))
     gathers, written = (each.expected_bytes - each.root_bytes for each in (groups, gathered))
     busy = _moving_seconds(machine, always + experts, gathers)
@@ -210,8 +208,8 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
         traffic += gathers + written
     flops_seconds = 2 * work.samples * model.active_numel / machine.flops_per_s
     busy["compute"] = (
-        max(flops_seconds, work.ranks * gathered.expected_bytes / _memory_bytes_per_s(machine))
-        + traffic / _memory_bytes_per_s(machine)
+        max(flops_seconds, work.ranks * gathered.expected_bytes / machine.memory_bytes_per_s(of_host=False))
+        + traffic / machine.memory_bytes_per_s(of_host=False)
         + (len(groups) + groups.expert_gathers) * machine.group_seconds
     )
     if model.experts is not None:
@@ -224,7 +222,7 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
         "round",
         asked.base_bits,
         memory,
-        tuple(_why_not(machine, groups, memory, pool)),
+        tuple(reasons),
         pool,
         always + experts,
         _start_seconds(machine, groups),
@@ -235,44 +233,32 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
 
 def _gathered_bytes(work: Work, gathered: FrozenGroups) -> int:
     """At once, on each rank: the root, and of the blocks GATHERED_GROUPS, with as many experts beside them."""
-    at_once = GATHERED_GROUPS * (gathered.largest_block_bytes + gathered.expert_bytes)
+    at_once = GATHERED_GROUPS * (max(gathered.always[1:]) + gathered.expert_bytes)
     return work.ranks * (gathered.root_bytes + at_once)
 
 
-def _memory(
+def _place(
     work: Work, machine: Machine, groups: FrozenGroups, device: dict[str, int], host: dict[str, int], asked: _Asked
-) -> tuple[Memory, int]:
-    """What one rank holds, and the bytes of its pool."""
+) -> tuple[Memory, int, list[str]]:
+    """What one rank holds, the bytes of its pool (see `frozen_plans`), and the reasons why that doesn't fit."""
     if machine.device_is_host:
         device, host = {}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}
     else:
         device = {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device}
         host = {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host}
-    left = int(USABLE * machine.host_bytes / machine.ranks_per_node) - sum(host.values())
-    host["pool of staged groups, pinned"] = pool = _pool_bytes(groups, left, asked)
-    return Memory(device, host, {"frozen weights, in their files": groups.whole_bytes * machine.nodes}), pool
-
-
-def _pool_bytes(groups: FrozenGroups, left: int, asked: _Asked) -> int:
-    """See `frozen_plans`; `left`: bytes of host memory."""
-    pinned_bytes, cache_bytes = asked.pinned_bytes, asked.cache_bytes
     gather = pinned.gather_bytes(groups.largest_bytes)
-    base = pinned.comfortable_bytes(gather, 0) if pinned_bytes is None else pinned_bytes
-    if cache_bytes is None:
-        cache_bytes = left - base if pinned_bytes is None else 0
+    base, cache_bytes = asked.pinned_bytes, asked.cache_bytes
+    if base is None:
+        base = pinned.comfortable_bytes(gather, 0)
+        if cache_bytes is None:
+            cache_bytes = int(USABLE * machine.host_bytes / machine.ranks_per_node) - sum(host.values()) - base
     useful = gather + pinned.ACCESS_BYTES + groups.whole_bytes
-    return max(base, min(base + cache_bytes, useful))
-
-
-def _why_not(machine: Machine, groups: FrozenGroups, memory: Memory, pool: int) -> list[str]:
+    pool = max(base, min(base + (cache_bytes or 0), useful))
+    host["pool of staged groups, pinned"] = pool
+    memory = Memory(device, host, {"frozen weights, in their files": groups.whole_bytes * machine.nodes})
+    least = pinned.PinnedBudget(gather, 0).nbytes
     capacity = machine.drive_bytes or math.inf  # the files are there already
-    reasons = why_memory_lacks(memory, machine, drive_room_bytes=capacity)
-    if machine.drive is None:
-        reasons.append("NVMe: the machine has no drive")
-    least = pinned.PinnedBudget(pinned.gather_bytes(groups.largest_bytes), 0).nbytes
-    if pool < least:
-        reasons.append(f"pinned pool: {format_bytes(pool)}, and the groups need {format_bytes(least)}")
-    return reasons
+    return memory, pool, what_lacks(memory, machine, drive_room_bytes=capacity, pool=(pool, least))
 
 
 def _moving_seconds(machine: Machine, read_bytes: float, gathered_bytes: float) -> dict[str, float]:
@@ -291,11 +277,6 @@ def _gather_seconds(machine: Machine, gathered: FrozenGroups) -> float:
     return of_blocks + gathered.expert_gathers * machine.gather_seconds(machine.ranks * gathered.expert_bytes)
 
 
-def _memory_bytes_per_s(machine: Machine) -> float:
-    """Of what one rank computes with."""
-    return machine.host_bytes_per_s / machine.ranks_per_node if machine.device_is_host else machine.device_bytes_per_s
-
-
 def _lora_seconds(work: Work, machine: Machine, rank: int, *, expert_gathers: float) -> float:
     """Compute of a step, what each use of a group takes however small it is, and the update of the adapters.
 
@@ -306,10 +287,10 @@ def _lora_seconds(work: Work, machine: Machine, rank: int, *, expert_gathers: fl
     tokens = work.tokens / work.ranks
     flops = tokens * ((4 + again) * work.model.active_numel + (6 + again) * work.model.adapter_numel(rank))
     uses = work.micro_batches * (2 * (len(work.group_numels) + expert_gathers) - 1)
-    per_element = PARAMETER_BYTES + work.scheme.moments * 2 * work.scheme.moment_bytes + CAST_BYTES
+    per_element = PARAMETER_BYTES + work.scheme.moments * 2 * work.scheme.moment_bytes + _CAST_BYTES
     per_element += NORM_BYTES + CLIP_BYTES if work.clipping else 0
     traffic = per_element * work.model.adapter_numel(rank) / work.ranks
-    update_seconds = traffic / (machine.host_bytes_per_s / machine.ranks_per_node)
+    update_seconds = traffic / machine.memory_bytes_per_s(of_host=True)
     return flops / machine.flops_per_s + uses * machine.group_seconds + update_seconds
 
 

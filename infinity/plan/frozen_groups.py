@@ -95,11 +95,6 @@ class FrozenGroups:
         return max(*self.always, self.expert_bytes)
 
     @property
-    def largest_block_bytes(self) -> int:
-        """Without its experts."""
-        return max(self.always[1:])
-
-    @property
     def root_bytes(self) -> int:
         return self.always[0]
 
@@ -126,8 +121,10 @@ class FrozenGroups:
         (`choose_to_stay`)."""
         blocks = self.always[1:]
         stay = choose_to_stay(blocks, room_bytes)
-        held = self._held_share(blocks, room_bytes)
-        again = self._used_and_held(held)
+        held, needed = self._held_share(blocks, room_bytes), self.expected_share
+        again = float(held == 1.0)  # the share of a round's experts that stayed since an earlier one
+        if again < 1 and needed < 1:
+            again = 1 - (1 - needed) ** math.floor(math.log1p(-held) / math.log1p(-needed))
         return float(sum(blocks) - sum(blocks[place] for place in stay)), (1 - again) * self.expected_experts_bytes
 
     def _held_share(self, others: Sequence[int], room_bytes: int) -> float:
@@ -136,10 +133,3 @@ class FrozenGroups:
             return 0.0
         left = room_bytes + GATHERS_IN_USE * self.largest_bytes - sum(others)
         return min(1.0, left / sum(self.experts))
-
-    def _used_and_held(self, held_share: float) -> float:
-        """The share of a round's experts that stayed since an earlier one."""
-        if held_share == 1.0 or self.expected_share == 1.0:
-            return float(held_share == 1.0)
-        rounds = math.floor(math.log1p(-held_share) / math.log1p(-self.expected_share))
-        return 1 - (1 - self.expected_share) ** rounds

@@ -63,19 +63,13 @@ class DriveSpeed:
     write_bytes_per_s: float
     mixed: tuple[float, float] | None = None
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether doing both at once moves more than taking turns does."""
-        if self.mixed is None:
-            return False
-        return self.mixed[0] / self.read_bytes_per_s + self.mixed[1] / self.write_bytes_per_s > 1
-
     def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
         """The least time for these bytes: in turns R / BW_read + W / BW_write; where both at once is better, both for as
         long as there are both, and the rest alone."""
         seconds = 0.0
-        if self.overlaps and self.mixed is not None:
-            seconds = min(read_bytes / self.mixed[0], written_bytes / self.mixed[1])
-            read_bytes -= seconds * self.mixed[0]
-            written_bytes -= seconds * self.mixed[1]
+        reads, writes = self.mixed or (0.0, 0.0)
+        if reads / self.read_bytes_per_s + writes / self.write_bytes_per_s > 1:  # more than taking turns moves
+            seconds = min(read_bytes / reads, written_bytes / writes)
+            read_bytes -= seconds * reads
+            written_bytes -= seconds * writes
         return seconds + read_bytes / self.read_bytes_per_s + written_bytes / self.write_bytes_per_s

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +70,17 @@ class Machine:
         """One rank's share. Raises BudgetError where there is no drive."""
         if self.drive is None:
             raise BudgetError(f"{self.name} has no drive: plan without NVMe, or say what its drives give")
-        share = 1 / self.ranks_per_node
-        mixed = self.drive.mixed
+        share, mixed = 1 / self.ranks_per_node, self.drive.mixed
         return DriveSpeed(
             self.drive.read_bytes_per_s * share,
             self.drive.write_bytes_per_s * share,
             None if mixed is None else (mixed[0] * share, mixed[1] * share),
         )
 
-    def update_bytes_per_s(self, strategy: Strategy) -> float:
-        """The memory bandwidth that one rank's optimizer has."""
-        on_host = strategy.on_host or self.device_is_host
-        return self.host_bytes_per_s / self.ranks_per_node if on_host else self.device_bytes_per_s
+    def memory_bytes_per_s(self, *, of_host: bool) -> float:
+        """The bandwidth that one rank has of the host's memory, or of the memory that it computes in."""
+        of_host = of_host or self.device_is_host
+        return self.host_bytes_per_s / self.ranks_per_node if of_host else self.device_bytes_per_s
 
     @property
     def drive_room_bytes(self) -> float:

@@ -25,7 +25,7 @@ from infinity.plan.estimate import (
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
 from infinity.plan.program import step_of
-from infinity.plan.resources import Resources, Simulated
+from infinity.plan.resources import Simulated
 from infinity.plan.simulator import simulate
 from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.work import Work
@@ -42,6 +42,10 @@ RATED_DAYS = 5 * 365
 
 AS_FAST = 1.02
 """Steps that are longer by less than this count as equal; no prediction is that exact."""
+
+
+PASSES_SIMULATED_MAX = 8
+"""Of a step that doesn't fit: simulating more of them takes seconds, for a number of little use."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,26 @@ class Plan:
         return self.work.tokens / self.step_seconds if self.simulated else 0.0
 
     @property
+    def bound(self) -> str:
+        """What sets the lower bound: "compute" or "the drive"."""
+        return "compute" if self.lower_bound_seconds <= self.work.flops / self.machine.flops_per_s else "the drive"
+
+    @property
+    def hours_per_billion_tokens(self) -> float:
+        return 1e9 / self.work.tokens * self.step_seconds / 3600
+
+    @property
+    def written_bytes_per_token(self) -> float:
+        """To the drives of all nodes."""
+        return self.simulated.written_bytes * self.machine.ranks / self.work.tokens if self.simulated else 0.0
+
+    @property
+    def drive_days(self) -> float | None:
+        """For which the drives last if training never stops; None where none is written."""
+        daily = self.drive_writes_per_day
+        return RATED_DAYS / daily if daily else None
+
+    @property
     def drive_writes_per_day(self) -> float | None:
         """How often a day of training writes the drives' capacity; None where none is known."""
         if not self.strategy.uses_nvme or not self.machine.drive_bytes or self.simulated is None:
@@ -105,7 +129,7 @@ class Plan:
     def discarding_seconds(self) -> float:
         """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""
         step = step_of(self.work, self.machine, self.strategy, self.pipeline, self.cache, discards=True)
-        return simulate(step, _resources(self.machine, self.strategy)).seconds
+        return simulate(step, *rates_of(self.machine, self.strategy)).seconds
 
     def limits(self) -> list[tuple[str, str, float]]:
         """For each part of the step, what is busiest in it: (part, resource, share of the part's time)."""
@@ -147,34 +171,53 @@ def plan_step(
     Args:
         work, machine, strategy: what is planned.
         pinned_bytes: the pool of each rank, without its host cache; comfortable where None.
-        cache_bytes: the host cache of each rank; all memory that is left where None. Ignored where the work is durable, which
-            keeps nothing there.
+        cache_bytes: the host cache of each rank. None: all memory that is left, or nothing if that is faster. Ignored where the
+            work is durable, which keeps nothing there.
+
+    A cache moves the fewest bytes, but what it holds is not updated speculatively. So it may leave all updates to the forward,
+    which waits for the drive while the backward leaves it idle.
     """
+    plan = _plan_step(work, machine, strategy, pinned_bytes, cache_bytes)
+    is_bound = plan.step_seconds <= AS_FAST * plan.lower_bound_seconds
+    if cache_bytes is not None or not plan.cache.nbytes or is_bound or not plan.fits:
+        return plan
+    for pool in dict.fromkeys((pinned_bytes, plan.pipeline.pinned_bytes)):
+        bare = _plan_step(work, machine, strategy, pool, 0)
+        if bare.fits and AS_FAST * bare.step_seconds < plan.step_seconds:
+            return bare
+    return plan
+
+
+def _plan_step(
+    work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
+) -> Plan:
+    """`plan_step`, with all memory that is left as the cache where `cache_bytes` is None."""
     if work.unasked and work.scheme.speculative and strategy.update_of(work.scheme) == "backward":
         asked, later = (
-            plan_step(each, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
-            for each in (replace(work, unasked=False), _updated_late(work))
+            _plan_step(each, machine, strategy, pinned_bytes, cache_bytes)
+            for each in (replace(work, unasked=False), updated_late(work))
         )
         return asked if _is_worth_it(asked, later) else later
-    pipeline, cache, memory, reasons = _place(work, machine, strategy, pinned_bytes, cache_bytes)
+    pipeline, cache, memory, reasons = place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
     lower_bound_seconds = work.flops / machine.flops_per_s
-    if not strategy.uses_nvme or machine.drive is not None:
-        resources = _resources(machine, strategy)
+    worth_it = not reasons or work.passes <= PASSES_SIMULATED_MAX
+    if worth_it and (not strategy.uses_nvme or machine.drive is not None):
+        drive, link_bytes_per_s = rates_of(machine, strategy)
         step = step_of(work, machine, strategy, pipeline, cache)
         try:
-            simulated = simulate(step, resources)
+            simulated = simulate(step, drive, link_bytes_per_s)
         except BudgetError as error:
             reasons.append(str(error))
         moved = (simulated.read_bytes, simulated.written_bytes) if simulated else plain_bytes
-        lower_bound_seconds = max(lower_bound_seconds, resources.drive.lower_bound_seconds(*moved))
+        lower_bound_seconds = max(lower_bound_seconds, drive.lower_bound_seconds(*moved))
     return Plan(
         strategy, machine, work, pipeline, cache, memory, tuple(reasons), simulated, lower_bound_seconds, plain_bytes
     )
 
 
-def _updated_late(work: Work) -> Work:
+def updated_late(work: Work) -> Work:
     scheme = work.scheme
     return replace(work, scheme=replace(scheme, update=scheme.late, speculative=False)) if scheme.speculative else work
 
@@ -188,20 +231,19 @@ def _is_worth_it(early: Plan, later: Plan) -> bool:
     return has_effect and early.step_seconds <= later.step_seconds and early.fits >= later.fits
 
 
-def _resources(machine: Machine, strategy: Strategy) -> Resources:
+def rates_of(machine: Machine, strategy: Strategy) -> tuple[DriveSpeed, float]:
+    """Of one rank: its share of the drives, and the link to its device (bytes per second)."""
     drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
-    link = math.inf if machine.device_is_host else machine.link_bytes_per_s
-    return Resources(drive, link, link)
+    return drive, math.inf if machine.device_is_host else machine.link_bytes_per_s
 
 
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
-    """Whether there is room for what one of the strategies that infinity can run takes; no step is simulated for it."""
-    strategies = [strategy for strategy in _differing_on(machine) if strategy.runs]
-    work = _updated_late(work) if work.unasked else work
-    return any(not _place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies)
+    """Whether there is room for what one of the strategies takes; no step is simulated for it."""
+    work = updated_late(work) if work.unasked else work
+    return any(not place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies_on(machine))
 
 
-def _place(
+def place(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
 ) -> tuple[Pipeline, HostCache, Memory, list[str]]:
     """Where everything rests, and the reasons why that doesn't fit."""
@@ -220,8 +262,8 @@ def _place(
     return pipeline, cache, memory, _why_not(work, machine, strategy, pipeline, memory)
 
 
-def why_memory_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: float) -> list[str]:
-    """A sentence for each tier that has less than `memory` of every rank of a node; of the drives so much can be used."""
+def _tiers(memory: Memory, machine: Machine, drive_room_bytes: float) -> list[tuple[str, int, float, str]]:
+    """Each tier's name, the bytes that are needed of it and that it has, and whose it is."""
     ranks = machine.ranks_per_node
     tiers = [
         ("host memory", memory.host_bytes * ranks, USABLE * machine.host_bytes, "a node"),
@@ -229,34 +271,47 @@ def why_memory_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: floa
     ]
     if not machine.device_is_host:
         tiers.insert(0, ("GPU memory", memory.device_bytes, USABLE * machine.device_bytes, "a GPU"))
+    return tiers
+
+
+def share_needed(memory: Memory, machine: Machine) -> float:
+    """Of what the scarcest tier has; above 1 where it is too little."""
+    return max(
+        need / have if have else math.inf for _, need, have, _ in _tiers(memory, machine, machine.drive_room_bytes)
+    )
+
+
+def what_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: float, pool: tuple[int, int] | None) -> list[str]:
+    """A sentence for each tier that has less than `memory` of every rank of a node, and for what NVMe lacks if it is used.
+
+    Args:
+        drive_room_bytes: the part of the drives that can be used.
+        pool: the bytes of the pinned pool, and the fewest with which it works; None if nothing is on NVMe.
+    """
     reasons = []
-    for tier, need, have, where in tiers:
+    for tier, need, have, where in _tiers(memory, machine, drive_room_bytes):
         if need > have:
             reasons.append(f"{tier}: {format_bytes(need)} needed of the {format_bytes(have)} that {where} can give")
+    if pool is not None and machine.drive is None:
+        reasons.append("NVMe: the machine has no drive")
+    if pool is not None and pool[0] < pool[1]:
+        reasons.append(f"pinned pool: {format_bytes(pool[0])}, and the groups need {format_bytes(pool[1])}")
     return reasons
 
 
 def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, memory: Memory) -> list[str]:
-    reasons = why_memory_lacks(memory, machine, drive_room_bytes=machine.drive_room_bytes)
+    pool = (pipeline.pinned_bytes, pinned_bytes_min(work, strategy)) if strategy.uses_nvme else None
+    reasons = what_lacks(memory, machine, drive_room_bytes=machine.drive_room_bytes, pool=pool)
     if work.durable and strategy.optimizer != "nvme":
         reasons.append("durability: masters and optimizer state must rest on NVMe, where they are committed")
-    if strategy.uses_nvme and machine.drive is None:
-        reasons.append("NVMe: the machine has no drive")
-    least = pinned_bytes_min(work, strategy)
-    if strategy.uses_nvme and pipeline.pinned_bytes < least:
-        reasons.append(f"pinned pool: {format_bytes(pipeline.pinned_bytes)}, and the groups need {format_bytes(least)}")
-    return reasons + _why_activations_stay(work, strategy)
-
-
-def _why_activations_stay(work: Work, strategy: Strategy) -> list[str]:
-    if work.activations != "nvme":
-        return []
-    if not strategy.uses_nvme:
-        return ["saved activations: they go to NVMe only where parameters or optimizer state rest there"]
     have, need = work.activation_buffer_bytes, BUFFER_SHARES * work.saved_tensor_bytes
-    if have < need:
-        return [f"saved activations: their buffer has {format_bytes(have)}, and the largest needs {format_bytes(need)}"]
-    return []
+    if work.activations == "nvme" and not strategy.uses_nvme:
+        reasons.append("saved activations: they go to NVMe only where parameters or optimizer state rest there")
+    elif work.activations == "nvme" and have < need:
+        reasons.append(
+            f"saved activations: their buffer has {format_bytes(have)}, and the largest needs {format_bytes(need)}"
+        )
+    return reasons
 
 
 def plans_for(
@@ -265,16 +320,19 @@ def plans_for(
     """Every strategy that makes a difference on `machine`, from the fastest to the most frugal; see `plan_step`."""
     return [
         plan_step(work, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
-        for strategy in _differing_on(machine)
+        for strategy in strategies_on(machine)
     ]
 
 
-def _differing_on(machine: Machine) -> list[Strategy]:
-    return [some for some in STRATEGIES if not (machine.device_is_host and "cpu" in (some.parameters, some.optimizer))]
+def strategies_on(machine: Machine) -> list[Strategy]:
+    """On a CPU nothing is on another device: host memory holds what isn't on NVMe, and pages it."""
+    if not machine.device_is_host:
+        return [*STRATEGIES]
+    return [some for some in STRATEGIES if some.optimizer == "nvme" or some.parameters == "cpu"]
 
 
 def fastest_that_fits(plans: Sequence[Plan]) -> Plan | None:
-    """Of the plans that fit and that infinity can run, the one with the shortest step; the first of those as fast as that."""
-    fitting = [plan for plan in plans if plan.fits and plan.strategy.runs]
+    """Of the plans that fit, the one with the shortest step; the first of those as fast as that."""
+    fitting = [plan for plan in plans if plan.fits]
     shortest = min((plan.step_seconds for plan in fitting), default=0.0)
     return next((plan for plan in fitting if plan.step_seconds <= AS_FAST * shortest), None)

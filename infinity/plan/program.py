@@ -12,7 +12,7 @@ from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import ROOT, Work
-from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, MOMENT_BYTES, Scheme
+from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MOMENT_BYTES, Scheme
 from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 
 PARAMETER_BYTES = 12
@@ -22,15 +22,11 @@ compute parameter and its remainder."""
 ADAM_BYTES = PARAMETER_BYTES + ADAM_MOMENTS * 2 * MOMENT_BYTES
 """The same for AdamW, whose moments are read and written, too."""
 
-CAST_BYTES = 6
-"""The same for a compute parameter that torch makes: fp32 read, 16 bits written. The kernel for state on NVMe writes it in the
-pass of the update."""
-
 NORM_BYTES = 4
 """The same for the norm of the gradients."""
 
 CLIP_BYTES = 8
-"""The same for clipping: read and written again. Gradients of state on NVMe are scaled while it is updated."""
+"""The same for clipping: read and written again. Gradients of state in host memory or on NVMe are scaled during the update."""
 
 SIMULATED_SUB_GROUPS_MAX = 4096
 """Beyond it, neighbours are simulated as one."""
@@ -95,18 +91,19 @@ class _ProgramOfRank:
         """What comes and goes for each group: all its compute parameters, unless these stay staged, or all are cached."""
         self._spilled = work.gradients_that_spill(strategy)
         """By group: gradients that wait on NVMe."""
-        self._muon_seconds = [flops / machine.flops_per_s for flops in work.group_muon_flops]
-        """By group: its update's arithmetic, where that isn't hidden by the memory's traffic."""
-        moves = work.moves_activations(device_is_host=machine.device_is_host)
-        self._saved = work.saved_bytes if moves else [0] * len(self._shards)
+        muon_flops = work.model.muon_flops_per_element / work.ranks if work.muon else 0.0
+        self._muon_seconds = [numel * muon_flops / machine.flops_per_s for numel in work.group_matrix_numels]
+        """By group: this rank's part of Muon's arithmetic, which isn't hidden by the memory's traffic."""
+        self._saved = work.saved_elsewhere(device_is_host=machine.device_is_host)
         """By group: bytes of activations that a pass moves from the device and back."""
         self._saved_on_drive = work.saved_on_drive if strategy.uses_nvme else [0] * len(self._shards)
         """The part of those that it moves to the drive and back."""
         per_element = compute + other + work.gradient_itemsize * any(self._spilled)
         self._lease_bytes = math.ceil(pipeline.sub_group_numel * per_element)
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
+        count *= work.passes if any(self._spilled) else 1
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
-        self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
+        self._update_bytes_per_s = machine.memory_bytes_per_s(of_host=strategy.on_host)
         self._update = strategy.update_of(work.scheme)
         self._in_backward = updated_in_backward(work, strategy, cache)
         """By group: elements that are updated in the backward."""
@@ -119,7 +116,7 @@ class _ProgramOfRank:
             self._forward(number)
             self._backward(updated=number == last, first=number == 0)
         if self._strategy.all_gradients_wait(self._work.scheme):
-            clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
+            clip = CLIP_BYTES if self._work.clipping and not self._strategy.on_host else 0
             seconds = (NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s
             self._program.append(Pause(seconds, reads_go_on=not any(self._spilled)))
         if self._update == "step":
@@ -158,10 +155,6 @@ class _ProgramOfRank:
         """The saved activations of a use that go to the drive."""
         self._program += [part._replace(write_bytes=part.lease_bytes, after=place) for part in self._passing(group)]
 
-    def _restore(self, group: int) -> None:
-        """Those that the backward of a group needs, read again."""
-        self._program += [part._replace(read_bytes=part.lease_bytes) for part in self._passing(group)]
-
     def _passing(self, group: int) -> list[SubGroup]:
         """Saved activations of a group that pass through the buffer, in as many parts as that takes."""
         nbytes = self._saved_on_drive[group]
@@ -170,20 +163,41 @@ class _ProgramOfRank:
 
     def _backward(self, *, updated: bool, first: bool) -> None:
         """What follows on the gradients of a group: its update; or they spill, where those of passes before this one are read
-        again and added, unless it is the `first`."""
+        again and added, unless it is the `first`. If the device is the host, the update is spread over the next group's
+        computation: [Note: Updates while autograd computes] in infinity/swap/gradient_lap.py."""
+        spreads = self._machine.device_is_host and not self._work.scheme.collective
+        waiting: list[Use | SubGroup | Pause] = []
 
         def use(group: int) -> None:
-            self._restore(group)
+            # Activations that it saved are read again.
+            self._program += [part._replace(read_bytes=part.lease_bytes) for part in self._passing(group)]
             self._use(group, backward=True, is_there=group in self._staying)
+            whole = self._program.pop()
+            assert isinstance(whole, Use)
+            share = whole._replace(
+                compute_seconds=whole.compute_seconds / (len(waiting) + 1), reduce_seconds=0.0, gradient_bytes=0
+            )
+            for sub_group in waiting:
+                self._program += [share, sub_group]
+                share = share._replace(gather_seconds=0.0)
+            self._program.append(
+                share._replace(reduce_seconds=whole.reduce_seconds, gradient_bytes=whole.gradient_bytes)
+            )
+            waiting.clear()
 
         def finish(group: int, place: int) -> None:
             if self._spilled[group]:
                 self._spill(group, place, again=not first)
             elif updated and self._in_backward[group]:
                 whole, rest = self._rest(group, 0), self._rest(group, self._in_backward[group])
+                updates = len(self._program)
                 self._update_group(group, _Elements(*map(operator.sub, whole, rest)), after=place)
+                if spreads:
+                    waiting.extend(self._program[updates:])
+                    del self._program[updates:]
 
         self._pass(range(len(self._numels))[::-1], use, finish)
+        self._program += waiting
 
     def _spill(self, group: int, place: int, *, again: bool) -> None:
         """The gradients that a use gave, written where they wait for the update."""
@@ -192,7 +206,7 @@ class _ProgramOfRank:
         sub_group = SubGroup(
             read_bytes=round(nbytes / count) if again else 0,
             write_bytes=round(nbytes / count),
-            lease_bytes=round(nbytes / count),
+            lease_bytes=min(round(nbytes / count), self._lease_bytes),
             update_seconds=(nbytes + GRADIENT_BYTES * self._shards[group]) / count / self._update_bytes_per_s,
             after=place,
         )
@@ -205,15 +219,13 @@ class _ProgramOfRank:
         tokens = work.samples_at_once * work.model.seq
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
         from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
-        # From host memory FSDP2 copies the master, and casts it on the device.
-        itemsize = MASTER_BYTES if strategy.parameters == "cpu" else COMPUTE_BYTES
         numel, shard = self._numels[group], self._shards[group]
         gathered = self._stays_gathered(group, backward=backward)
         self._program.append(
             Use(
                 group,
                 read_bytes=0 if gathered or is_there else self._compute_bytes[group],
-                compute_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
+                compute_bytes=COMPUTE_BYTES * shard if from_host and not gathered and not machine.device_is_host else 0,
                 gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
                 compute_seconds=flops_per_numel * self._active_numels[group] / machine.flops_per_s
                 + work.micro_batches_at_once * machine.group_seconds,
@@ -294,7 +306,5 @@ def update_bytes(strategy: Strategy, scheme: Scheme) -> float:
     fused = PARAMETER_BYTES + scheme.moments * 2 * scheme.moment_bytes
     if not strategy.on_host:
         return fused
-    if strategy.optimizer != "nvme":
-        return fused + CAST_BYTES
-    split = scheme.master_weights == "split" and strategy.parameters == "nvme"
+    split = scheme.master_weights == "split" and not strategy.keeps_compute
     return fused if split else fused + COMPUTE_BYTES

@@ -1,4 +1,4 @@
-"""What a simulated step runs on: a clock of events, the pinned pool, the link, the drive; all of them only numbers."""
+"""What a simulated step runs on: a clock of events, the link, the drive; all of them only numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from dataclasses import dataclass, field
 
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.schedule.timeline import Interval
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Of one rank: its share of the drives, and the link from host to device and back (bytes per second)."""
-
-    drive: DriveSpeed
-    to_device_bytes_per_s: float = math.inf
-    to_host_bytes_per_s: float = math.inf
 
 
 @dataclass
@@ -67,53 +58,27 @@ class Clock:
             call(time, argument)
 
 
-class Pool:
-    """Leased bytes."""
-
-    def __init__(self, nbytes: int, result: Simulated) -> None:
-        self.free = self._nbytes = nbytes
-        self._result = result
-
-    def try_lease(self, nbytes: int) -> bool:
-        if nbytes > self.free:
-            return False
-        self.free -= nbytes
-        used = self._nbytes - self.free
-        if used > self._result.pool_bytes_peak:
-            self._result.pool_bytes_peak = used
-        return True
-
-    def give_back(self, nbytes: int) -> None:
-        self.free += nbytes
-
-
 class Link:
-    """Copies between host and device, each direction in its order."""
+    """Copies between host and device, each direction in its order and at `bytes_per_s`."""
 
-    def __init__(self, resources: Resources, result: Simulated) -> None:
-        self._rates = resources.to_device_bytes_per_s, resources.to_host_bytes_per_s
-        self._free = [0.0, 0.0]
-        self._result = result
+    def __init__(self, bytes_per_s: float, timeline: list[Interval]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._timeline = timeline
+        self._free = {"to_device": 0.0, "to_host": 0.0}
+        self.nbytes = {"to_device": 0, "to_host": 0}
 
-    def to_device(self, time: float, nbytes: int, name: str) -> float:
-        """Copy from `time` on, or after the copy before it. Returns when it ends."""
-        self._result.to_device_bytes += nbytes
-        return self._copy(0, time, nbytes, "to_device", name)
-
-    def to_host(self, time: float, nbytes: int, name: str) -> float:
-        self._result.to_host_bytes += nbytes
-        return self._copy(1, time, nbytes, "to_host", name)
-
-    def _copy(self, way: int, time: float, nbytes: int, resource: str, name: str) -> float:
-        if not nbytes or self._rates[way] == math.inf:
+    def copy(self, way: str, time: float, nbytes: int, name: str) -> float:
+        """Copy `nbytes` from `time` on, or after the copy before it. Returns when it ends."""
+        self.nbytes[way] += nbytes
+        if not nbytes or self._bytes_per_s == math.inf:
             return time
         start = max(time, self._free[way])
-        end = self._free[way] = start + nbytes / self._rates[way]
-        self._result.timeline.append(Interval(resource, name, start, end))
+        end = self._free[way] = start + nbytes / self._bytes_per_s
+        self._timeline.append(Interval(way, name, start, end))
         return end
 
 
-_READ, _WRITE = 0, 1
+READ, WRITE = 0, 1
 _DIRECTIONS = ("read", "write")
 
 
@@ -130,42 +95,39 @@ class _Transfer:
 class Drive:
     """Reads and writes, at most one of each in flight; both at once or in turns."""
 
-    def __init__(self, speed: DriveSpeed, clock: Clock, result: Simulated) -> None:
+    def __init__(self, speed: DriveSpeed, clock: Clock, timeline: list[Interval]) -> None:
         self._alone = speed.read_bytes_per_s, speed.write_bytes_per_s
         self._mixed = speed.mixed
         self._clock = clock
-        self._result = result
+        self._timeline = timeline
+        self.nbytes = [0, 0]
+        """That were started in each direction."""
         self._queues: tuple[deque[_Transfer], deque[_Transfer]] = deque(), deque()
         self._rates = [0.0, 0.0]
         """Bytes per second of each direction since `_since`."""
         self._ends = [math.inf, math.inf]
         """When the transfers in flight end, if nothing changes."""
         self._since = 0.0
-        self._turn = _READ
+        self._turn = READ
         self._version = 0
         self.demanded = False
         """Whether somebody waits for the reads that are queued: they go first."""
 
-    def read(self, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int) -> None:
-        """Queue a read; `call(time, number)` at its end. The same goes for `write`."""
-        self._result.read_bytes += nbytes
-        self._queue(time, _READ, _Transfer(float(nbytes), name, call, number))
-
-    def write(self, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int) -> None:
-        self._result.written_bytes += nbytes
-        self._queue(time, _WRITE, _Transfer(float(nbytes), name, call, number))
+    def start(
+        self, way: int, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int
+    ) -> None:
+        """Queue a transfer; `call(time, number)` at its end."""
+        self.nbytes[way] += nbytes
+        self._queues[way].append(_Transfer(float(nbytes), name, call, number))
+        if len(self._queues[way]) == 1:
+            self._go_on(time)
 
     def demand(self, time: float, wanted: bool) -> None:
         """Somebody waits for a read now, or nobody does."""
         if wanted != self.demanded:
             self.demanded = wanted
-            if self._mixed is None and self._queues[_WRITE]:
+            if self._mixed is None and self._queues[WRITE]:
                 self._go_on(time)
-
-    def _queue(self, time: float, way: int, transfer: _Transfer) -> None:
-        self._queues[way].append(transfer)
-        if len(self._queues[way]) == 1:
-            self._go_on(time)
 
     def _go_on(self, time: float) -> None:
         """Account for what was moved up to now, and decide what is moved from now on."""
@@ -174,10 +136,10 @@ class Drive:
         read_rate = write_rate = 0.0
         if reads and writes and self._mixed is not None:
             read_rate, write_rate = self._mixed
-        elif reads and (self.demanded or self._turn == _READ or not writes):
-            read_rate, self._turn = self._alone[_READ], _READ
+        elif reads and (self.demanded or self._turn == READ or not writes):
+            read_rate, self._turn = self._alone[READ], READ
         elif writes:
-            write_rate, self._turn = self._alone[_WRITE], _WRITE
+            write_rate, self._turn = self._alone[WRITE], WRITE
         self._since = time
         self._rates = [read_rate, write_rate]
         self._ends = [
@@ -189,11 +151,11 @@ class Drive:
             self._clock.at(min(self._ends), self._moved, self._version)
 
     def _account(self, time: float) -> None:
-        for way in (_READ, _WRITE):
+        for way in (READ, WRITE):
             if self._rates[way] and time > self._since:
                 transfer = self._queues[way][0]
                 transfer.left -= (time - self._since) * self._rates[way]
-                self._result.timeline.append(Interval(_DIRECTIONS[way], transfer.name, self._since, time))
+                self._timeline.append(Interval(_DIRECTIONS[way], transfer.name, self._since, time))
 
     def _moved(self, time: float, version: int) -> None:
         """The end of a transfer, as foreseen with `version` of the rates: void where they have changed since."""
@@ -202,12 +164,12 @@ class Drive:
         ended = []
         self._account(time)
         self._since = time
-        for way in (_READ, _WRITE):
+        for way in (READ, WRITE):
             queue = self._queues[way]
             if self._ends[way] <= time:
                 ended.append(queue.popleft())
                 self._rates[way] = 0.0
-                self._turn = _WRITE if way == _READ else _READ
+                self._turn = WRITE if way == READ else READ
         self._go_on(time)
         for transfer in ended:
             transfer.call(time, transfer.number)

@@ -21,23 +21,30 @@ time. Demand reads interrupt writes; otherwise reads and writes alternate, or go
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 
 from infinity.errors import BudgetError
-from infinity.plan.resources import Clock, Drive, Link, Pool, Resources, Simulated
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.resources import READ, WRITE, Clock, Drive, Link, Simulated
 from infinity.plan.step import Pause, Step, SubGroup, Use
 from infinity.schedule.readahead import Eviction
 from infinity.schedule.timeline import Interval
 
 
-def simulate(step: Step, resources: Resources) -> Simulated:
-    """What `step` does with `resources`. Raises BudgetError where the pool can't hold what must be in it at once."""
+def simulate(step: Step, drive: DriveSpeed, link_bytes_per_s: float = math.inf) -> Simulated:
+    """What `step` does with one rank's share of the drives, and a link of this rate from host to device and back.
+
+    Raises BudgetError where the pool can't hold what must be in it at once.
+    """
     clock, result = Clock(), Simulated()
-    pool = Pool(step.pool_bytes, result)
-    thread = _Thread(step, clock, pool, Drive(resources.drive, clock, result), Link(resources, result), result)
+    drives, link = Drive(drive, clock, result.timeline), Link(link_bytes_per_s, result.timeline)
+    thread = _Thread(step, clock, drives, link, result)
     clock.run()
     if thread.demanded is not None:  # it never began
         raise BudgetError(_too_small(step, thread.demanded))
+    result.read_bytes, result.written_bytes = drives.nbytes
+    result.to_device_bytes, result.to_host_bytes = link.nbytes["to_device"], link.nbytes["to_host"]
     result.seconds = max([result.gradient_seconds, *(end for _, _, _, end in result.timeline)])
     return result
 
@@ -68,9 +75,9 @@ class _Thread:
     A *unit* is staged as a whole: a group, or the sub-group at a place of the program (see `Step.units`).
     """
 
-    def __init__(self, step: Step, clock: Clock, pool: Pool, drive: Drive, link: Link, result: Simulated) -> None:
-        self._step, self._clock, self._pool, self._drive, self._link = step, clock, pool, drive, link
-        self._result = result
+    def __init__(self, step: Step, clock: Clock, drive: Drive, link: Link, result: Simulated) -> None:
+        self._step, self._clock, self._drive, self._link, self._result = step, clock, drive, link, result
+        self._pool_free = step.pool_bytes
         self._units = step.units()
         self._lease_bytes = step.lease_bytes()
         self._ends = step.ends()
@@ -119,7 +126,14 @@ class _Thread:
             if not self._uses_left:
                 self._begin_pause(time, place, item)
             return
-        if not self._is_staged(time, place, item):
+        unit = self._units[place]
+        into = item.into if isinstance(item, SubGroup) else None
+        if into is not None and not self._fill(into):
+            return
+        if self._states[unit] is _State.ON_NVME and self._make_room(self._lease_bytes[unit]):
+            self._start_read(time, place)
+        self._drive.demand(time, self._states[unit] is _State.READING)
+        if self._states[unit] not in (_State.STAGED, _State.IN_USE):
             return
         if isinstance(item, Use):
             self.demanded = None
@@ -128,24 +142,14 @@ class _Thread:
             self.demanded = None
             self._update(time, place, item)
 
-    def _is_staged(self, time: float, place: int, item: Use | SubGroup) -> bool:
-        unit = self._units[place]
-        into = item.into if isinstance(item, SubGroup) else None
-        if into is not None and not self._fill(into):
-            return False
-        if self._states[unit] is _State.ON_NVME and self._make_room(self._lease_bytes[unit]):
-            self._start_read(time, place)
-        self._drive.demand(time, self._states[unit] is _State.READING)
-        return self._states[unit] in (_State.STAGED, _State.IN_USE)
-
     def _fill(self, group: int) -> bool:
         """Lease room for compute parameters that are made, which stays leased until their use. Returns whether it is leased."""
         if self._states[group] is _State.ON_NVME:
             if not self._make_room(self._lease_bytes[group]):
                 return False
-            self._pool.try_lease(self._lease_bytes[group])
+            self._lease(group)
             self._states[group] = _State.STAGED
-        elif group in self._staged:
+        else:
             self._staged.discard(group)
         self._filling = group
         return True
@@ -153,7 +157,7 @@ class _Thread:
     def _make_room(self, nbytes: int) -> bool:
         """Drop units until `nbytes` are free, as [Note: What makes room] in schedule/readahead.py says. Returns whether they
         are; if not, a transfer or a gather must end first."""
-        while self._pool.free < nbytes:
+        while self._pool_free < nbytes:
             unit = self._staged.victim(writes_in_flight=self._writing > 0)
             if unit is None or self._states[unit] is _State.READING:
                 return False
@@ -161,21 +165,25 @@ class _Thread:
             self._read_up_to = 0
         return True
 
+    def _lease(self, unit: int) -> None:
+        self._pool_free -= self._lease_bytes[unit]
+        self._result.pool_bytes_peak = max(self._result.pool_bytes_peak, self._step.pool_bytes - self._pool_free)
+
     def _drop(self, unit: int) -> None:
-        if unit in self._staged:
-            self._staged.discard(unit)
+        self._staged.discard(unit)
         self._states[unit] = _State.ON_NVME
-        self._pool.give_back(self._lease_bytes[unit])
+        self._pool_free += self._lease_bytes[unit]
 
     def _start_read(self, time: float, place: int) -> bool:
         item, unit = self._step.program[place], self._units[place]
         assert not isinstance(item, Pause)
-        if not self._pool.try_lease(self._lease_bytes[unit]):
+        if self._lease_bytes[unit] > self._pool_free:
             return False
+        self._lease(unit)
         self._keep(unit)
         if item.read_bytes:
             self._states[unit] = _State.READING
-            self._drive.read(time, item.read_bytes, self._name(place), self._end_read, unit)
+            self._drive.start(READ, time, item.read_bytes, self._name(place), self._end_read, unit)
         return True
 
     def _name(self, place: int) -> str:
@@ -214,8 +222,7 @@ class _Thread:
     def _take(self, time: float, place: int) -> None:
         """The unit of item `place` is in use from now on."""
         unit = self._units[place]
-        if unit in self._staged:
-            self._staged.discard(unit)
+        self._staged.discard(unit)
         self._states[unit] = _State.IN_USE
         self._uses[unit].popleft()
         if unit == self._filling:
@@ -236,8 +243,8 @@ class _Thread:
         self._stalled(time)
         self._live_bytes += use.live_bytes
         self._result.live_bytes_peak = max(self._result.live_bytes_peak, self._live_bytes)
-        gathered = self._link.to_device(time, use.compute_bytes, f"group {use.group}")
-        restored = self._link.to_device(time, use.restored_bytes, f"activations of group {use.group}")
+        gathered = self._link.copy("to_device", time, use.compute_bytes, f"group {use.group}")
+        restored = self._link.copy("to_device", time, use.restored_bytes, f"activations of group {use.group}")
         if use.gather_seconds:
             start = max(gathered, self._network_free)
             gathered = self._network_free = start + use.gather_seconds
@@ -271,9 +278,9 @@ class _Thread:
             end = self._network_free = start + use.reduce_seconds
             self._result.timeline.append(Interval("network", f"reduce {use.group}", start, end))
         if use.gradient_bytes:
-            end = self._link.to_host(end, use.gradient_bytes, f"gradients of group {use.group}")
+            end = self._link.copy("to_host", end, use.gradient_bytes, f"gradients of group {use.group}")
         if use.saved_bytes:
-            end = self._link.to_host(end, use.saved_bytes, f"activations of group {use.group}")
+            end = self._link.copy("to_host", end, use.saved_bytes, f"activations of group {use.group}")
         self._clock.at(end, self._reduced, place)
 
     def _reduced(self, time: float, place: int) -> None:
@@ -311,13 +318,13 @@ class _Thread:
         assert isinstance(sub, SubGroup)
         if sub.write_bytes:
             self._writing += 1
-            self._drive.write(time, sub.write_bytes, self._name(place), self._written, place)
+            self._drive.start(WRITE, time, sub.write_bytes, self._name(place), self._written, place)
         else:
-            self._pool.give_back(sub.lease_bytes)
-        self._link.to_device(time, sub.compute_bytes, f"parameters of {self._name(place)}")
+            self._pool_free += sub.lease_bytes
+        self._link.copy("to_device", time, sub.compute_bytes, f"parameters of {self._name(place)}")
         self._demand(time, place + 1)
 
     def _written(self, time: float, place: int) -> None:
         self._writing -= 1
-        self._pool.give_back(self._lease_bytes[self._units[place]])
+        self._pool_free += self._lease_bytes[self._units[place]]
         self._try(time)

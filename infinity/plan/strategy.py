@@ -15,14 +15,12 @@ class Strategy:
         name: for people.
         stage: of ZeRO; 2 keeps parameters gathered from forward to backward, 3 gathers them for each use.
         parameters, optimizer: "none" (the device), "cpu" or "nvme", as in offload_param and offload_optimizer.
-        runs: whether infinity can run it. It can't update in host memory what rests on a GPU.
     """
 
     name: str
     stage: int
     parameters: str = "none"
     optimizer: str = "none"
-    runs: bool = True
 
     @property
     def uses_nvme(self) -> bool:
@@ -46,11 +44,12 @@ class Strategy:
         return self.optimizer == "nvme" and self.parameters != "nvme"
 
     def update_of(self, scheme: Scheme) -> Update:
-        """When groups are updated. Only state on NVMe gains anything by updates in the passes. Gradients that the step takes to
-        host memory are not applied before it."""
-        if self.optimizer != "nvme":
+        """When groups are updated. On the device it is the step. Gradients that the step takes to host memory are not applied
+        before it; and what host memory holds has no second slot for a speculative update."""
+        if self.optimizer == "none":
             return "step"
-        return scheme.late if self.keeps_compute and scheme.update == "backward" else scheme.update
+        in_step = self.keeps_compute or (self.optimizer == "cpu" and scheme.speculative)
+        return scheme.late if in_step and scheme.update == "backward" else scheme.update
 
     def all_gradients_wait(self, scheme: Scheme) -> bool:
         """Whether gradients of all groups are kept until the step."""
@@ -59,9 +58,9 @@ class Strategy:
 
 STRATEGIES = (
     Strategy("stage 2", 2),
-    Strategy("stage 2, optimizer on CPU", 2, optimizer="cpu", runs=False),
+    Strategy("stage 2, optimizer on CPU", 2, optimizer="cpu"),
     Strategy("stage 3", 3),
-    Strategy("stage 3, optimizer on CPU", 3, optimizer="cpu", runs=False),
+    Strategy("stage 3, optimizer on CPU", 3, optimizer="cpu"),
     Strategy("stage 3, all on CPU", 3, parameters="cpu", optimizer="cpu"),
     Strategy("stage 3, optimizer on NVMe", 3, optimizer="nvme"),
     Strategy("stage 3, all on NVMe", 3, parameters="nvme", optimizer="nvme"),

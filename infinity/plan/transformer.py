@@ -61,6 +61,7 @@ class Transformer:
         matrices: the shapes of a block's matrices; a GPT's where None.
         cache_width: numbers that generation keeps of a token in a block, its keys and values; 2 · hidden where None.
         experts: of a mixture of experts; None for a dense model.
+        tied_numel: parameters of the token embedding, if the head shares them.
     """
 
     layers: int
@@ -75,6 +76,7 @@ class Transformer:
     experts: Experts | None = None
     vector_numel: int = 0
     matrices: tuple[tuple[int, int], ...] | None = None
+    tied_numel: int = 0
 
     @property
     def block_matrices(self) -> tuple[tuple[int, int], ...]:
@@ -85,21 +87,20 @@ class Transformer:
 
     @property
     def block_numels(self) -> list[int]:
-        if self.experts is None:
-            return [self.block_numel] * self.layers
-        numels = [self.experts.dense_block_numel] * self.layers
-        for number in self.experts.blocks:
-            numels[number] = self.block_numel
-        return numels
+        return [
+            self.block_numel
+            if self.experts is None or number in self.experts.blocks
+            else self.experts.dense_block_numel
+            for number in range(self.layers)
+        ]
 
     @property
     def expert_numels(self) -> list[int]:
         """Those of each block that are in routed experts."""
-        numels = [0] * self.layers
-        if self.experts is not None:
-            for number in self.experts.blocks:
-                numels[number] = self.experts.count * self.experts.numel
-        return numels
+        if (experts := self.experts) is None:
+            return [0] * self.layers
+        numel = experts.count * experts.numel
+        return [numel if number in experts.blocks else 0 for number in range(self.layers)]
 
     @property
     def numel(self) -> int:
@@ -168,7 +169,10 @@ def dense_transformer(*, layers: int, hidden: int, heads: int, seq: int, vocab: 
     """A GPT of this shape: 12 · hd² and the biases and norms a block; token embedding shared with the head, positions."""
     vectors = 13 * hidden
     block = BLOCK_FACTOR * hidden * hidden + vectors
-    return Transformer(layers, hidden, heads, seq, vocab, block, (vocab + seq + 2) * hidden, vector_numel=vectors)
+    embeddings = vocab * hidden, (seq + 2) * hidden
+    return Transformer(
+        layers, hidden, heads, seq, vocab, block, sum(embeddings), vector_numel=vectors, tied_numel=embeddings[0]
+    )
 
 
 def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:
@@ -186,7 +190,8 @@ def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:
     if layers < 1:
         raise ValueError(f"{numel} parameters make no transformer: give at least 1M, or layers and hidden size")
     block = (numel - vocab * hidden) // layers
-    return Transformer(layers, hidden, hidden // 64, seq, vocab, block, numel - layers * block)
+    root = numel - layers * block
+    return Transformer(layers, hidden, hidden // 64, seq, vocab, block, root, tied_numel=vocab * hidden)
 
 
 def heads_for(hidden: int) -> int:

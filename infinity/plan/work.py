@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
-from infinity.schedule.scheme import ADAM_MOMENTS, Schedule, Scheme, is_left_to_forward
+from infinity.schedule.scheme import ADAM_MOMENTS, APART, COMPUTE_BYTES, Scheme, is_left_to_forward
 from infinity.schedule.spilling import (
     BUFFER_BYTES_DEFAULT,
     BUFFER_SHARES,
@@ -40,7 +42,8 @@ class Work:
         ranks: over which it is sharded.
         samples: of one micro-batch of one rank.
         micro_batches: per step.
-        schedule: in which order they pass through the groups.
+        micro_batches_at_once: how many of them pass through a group before the next group, as infinity.micro_batches_at_once.
+            A divisor of `micro_batches`: all is the vertical schedule, one the horizontal.
         checkpointing: whether activations are kept at the blocks' borders only, and computed again.
         groups_per_block: into how many groups of its own the parts of a block are wrapped.
         clipping: whether the norm of all gradients is taken, and they are scaled by it.
@@ -48,6 +51,7 @@ class Work:
         gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe. None: all fit.
         activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
             infinity.offload_activations.
+        activation_host_bytes_max: host memory for those with "cpu"; the others stay on the device. None: all go there.
         activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
         durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
         muon: whether Muon updates the matrices of the blocks, and AdamW all else; see `moments_of`.
@@ -59,13 +63,14 @@ class Work:
     ranks: int = 1
     samples: int = 1
     micro_batches: int = 1
-    schedule: Schedule = "horizontal"
+    micro_batches_at_once: int = 1
     checkpointing: bool = True
     groups_per_block: int = 1
     clipping: bool = True
     scheme: Scheme = DEFAULT_SCHEME
     gradient_bytes_max: int | None = None
     activations: str = "none"
+    activation_host_bytes_max: int | None = None
     activation_buffer_bytes_max: int | None = None
     durable: bool = False
     muon: bool = False
@@ -77,19 +82,15 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Forwards of a step, each with as many micro-batches at once as there are left."""
-        return 1 if self.schedule == "vertical" else self.micro_batches
-
-    @property
-    def micro_batches_at_once(self) -> int:
-        return self.micro_batches // self.passes
+        """Forwards of a step."""
+        return self.micro_batches // self.micro_batches_at_once
 
     @property
     def samples_at_once(self) -> int:
         """Samples of one rank that pass through a group before it is released."""
         return self.samples * self.micro_batches_at_once
 
-    @property
+    @cached_property
     def group_numels(self) -> list[int]:
         """Parameters of each group in the order of the forward, the root first."""
         return [self.model.root_numel, *self._by_group(self.model.block_numels)]
@@ -103,14 +104,6 @@ class Work:
     def group_vector_numels(self) -> list[int]:
         """Those of each group that are in no matrix of a block; all of the root's."""
         return [self.model.root_numel, *self._by_group([self.model.vector_numel] * self.model.layers)]
-
-    @property
-    def group_muon_flops(self) -> list[float]:
-        """This rank's operations of Muon's update of each group."""
-        if not self.muon:
-            return [0.0] * len(self.group_numels)
-        per_element = self.model.muon_flops_per_element / self.ranks
-        return [numel * per_element for numel in self.group_matrix_numels]
 
     @property
     def group_matrix_numels(self) -> list[int]:
@@ -137,7 +130,7 @@ class Work:
             for part in (*[even] * (parts - 1), of_block - even * (parts - 1))
         ]
 
-    @property
+    @cached_property
     def group_shards(self) -> list[int]:
         return [-(-numel // self.ranks) for numel in self.group_numels]
 
@@ -148,17 +141,21 @@ class Work:
             ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
 
-    def left_to_forward(self, strategy: Strategy) -> list[bool]:
-        """By group: whether it is updated before its next forward where others are updated in the backward."""
+    def left_to_forward(self, strategy: Strategy) -> list[int]:
+        """By group: elements that are updated before their next forward where others are updated in the backward. With
+        speculative updates these are sub-groups, a part of every group."""
         balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
-        balanced = balanced and not self.scheme.collective
-        return [balanced and is_left_to_forward(number) for number in range(len(self.group_numels))]
+        if not balanced or self.scheme.collective or not strategy.uses_nvme:
+            return [0] * len(self.group_shards)
+        if self.scheme.speculative:
+            return [shard // APART for shard in self.group_shards]
+        return [shard if is_left_to_forward(number) else 0 for number, shard in enumerate(self.group_shards)]
 
     def gradients_that_wait(self, strategy: Strategy) -> int:
         """Elements of gradients that are kept until the step."""
         if strategy.all_gradients_wait(self.scheme):
             return self.shard_numel
-        return sum(shard for shard, left in zip(self.group_shards, self.left_to_forward(strategy), strict=True) if left)
+        return sum(self.left_to_forward(strategy))
 
     def gradients_that_spill(self, strategy: Strategy) -> list[int]:
         """By group: bytes of gradients that wait on NVMe."""
@@ -171,9 +168,34 @@ class Work:
 
     @property
     def saved_bytes(self) -> list[int]:
-        """By group: what a pass saves for the backward, the logits aside."""
-        of_block = self.model.saved_bytes(self.samples_at_once, checkpointing=self.checkpointing)
-        return [0] + [of_block // self.groups_per_block] * (len(self.group_numels) - 1)
+        """By group: what a pass saves for the backward, the logits aside. In the last block each micro-batch goes forward and
+        back before the next one comes, so that one alone saves something there."""
+        of_block = self.model.saved_bytes(self.samples, checkpointing=self.checkpointing) // self.groups_per_block
+        parts = self.groups_per_block
+        before = [self.micro_batches_at_once * of_block] * (len(self.group_numels) - 1 - parts)
+        return [0, *before, *[of_block] * parts]
+
+    def saved_elsewhere(self, *, device_is_host: bool) -> list[int]:
+        """By group: what of that leaves the device; what is saved first goes first. Host memory is no other place where the CPU
+        is the device."""
+        if self.activations == "none" or (self.activations == "cpu" and device_is_host):
+            return [0] * len(self.saved_bytes)
+        if self.activations == "nvme" or self.activation_host_bytes_max is None:
+            return self.saved_bytes
+        before = [0, *accumulate(self.saved_bytes)]
+        most = self.activation_host_bytes_max
+        return [min(nbytes, max(0, most - held)) for nbytes, held in zip(self.saved_bytes, before, strict=False)]
+
+    @property
+    def between_groups_bytes(self) -> int:
+        """Hidden states of the micro-batches that wait for their turn in the next group, or the gradients of these; on the
+        device, for all but the one that computes."""
+        return 2 * (self.micro_batches_at_once - 1) * self.samples * self.model.seq * self.model.hidden
+
+    @property
+    def head_gradient_bytes(self) -> int:
+        """Gradients of a head that is tied to the embedding. Those of each micro-batch but one wait for the embedding's."""
+        return COMPUTE_BYTES * (self.micro_batches_at_once - 1) * self.model.tied_numel
 
     @property
     def saved_tensor_bytes(self) -> int:
@@ -203,10 +225,6 @@ class Work:
             for (group, _), nbytes in zip(cut, moved, strict=True):
                 on_drive[group] += nbytes
         return on_drive
-
-    def moves_activations(self, *, device_is_host: bool) -> bool:
-        """Whether saved activations leave the device: host memory is no other place where the CPU is the device."""
-        return self.activations == "nvme" or (self.activations == "cpu" and not device_is_host)
 
     @property
     def tokens(self) -> int:

@@ -208,7 +208,7 @@ def test_a_round_finds_the_experts_that_the_least_recently_used_rule_keeps(
 def test_several_passes_read_as_often_and_the_vertical_schedule_once() -> None:
     work = Work(MADE_1B, micro_batches=4)
     loop, _ = planned(work, pinned_bytes=1 * GIB)
-    vertical, _ = planned(replace(work, schedule="vertical"), pinned_bytes=1 * GIB)
+    vertical, _ = planned(replace(work, micro_batches_at_once=4), pinned_bytes=1 * GIB)
     one, _ = planned(Work(MADE_1B), pinned_bytes=1 * GIB)
     assert vertical.read_bytes == one.read_bytes == loop.read_bytes / 4
     assert vertical.tokens == loop.tokens == 4 * one.tokens

@@ -47,12 +47,10 @@ def test_what_a_step_leaves_out_is_not_counted(part: dict[str, int], read: int, 
 
 def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
     drive = DriveSpeed(10.0, 10.0, mixed=(4.0, 4.0))
-    assert not drive.overlaps
     assert drive.lower_bound_seconds(100, 100) == pytest.approx(20)
 
 
 def test_a_drive_that_gains_by_doing_both_does_the_rest_alone() -> None:
     drive = DriveSpeed(10.0, 10.0, mixed=(8.0, 8.0))
-    assert drive.overlaps
     assert drive.lower_bound_seconds(80, 160) == pytest.approx(10 + 8)
     assert drive.lower_bound_seconds(0, 160) == pytest.approx(16)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
 from infinity.plan.lower_bound import DriveSpeed, Part, step_bytes
-from infinity.plan.resources import Resources, Simulated
+from infinity.plan.resources import Simulated
 from infinity.plan.simulator import simulate
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.schedule.scheme import Scheme
@@ -59,12 +59,7 @@ def drives(draw: st.DrawFn) -> DriveSpeed:
     return DriveSpeed(read, write, None if both is None else (both[0] * read, both[1] * write))
 
 
-@st.composite
-def resources(draw: st.DrawFn) -> Resources:
-    link = st.one_of(st.just(math.inf), rates)
-    return Resources(draw(drives()), draw(link), draw(link))
-
-
+links = st.one_of(st.just(math.inf), rates)
 seconds = st.one_of(st.just(0.0), st.floats(0.001, 10.0))
 
 
@@ -120,23 +115,23 @@ def thread_of(step: Step) -> float:
     )
 
 
-@given(step=steps(), resources=resources())
-def test_no_step_is_faster_than_its_lower_bounds(step: Step, resources: Resources) -> None:
-    result = simulate(step, resources)
+@given(step=steps(), drive=drives(), link=links)
+def test_no_step_is_faster_than_its_lower_bounds(step: Step, drive: DriveSpeed, link: float) -> None:
+    result = simulate(step, drive, link)
     lower_bounds = [
         sum(use.compute_seconds for use in uses_of(step)),
         thread_of(step),
-        resources.drive.lower_bound_seconds(result.read_bytes, result.written_bytes),
+        drive.lower_bound_seconds(result.read_bytes, result.written_bytes),
         sum(use.gather_seconds + use.reduce_seconds for use in uses_of(step)),
-        result.to_device_bytes / resources.to_device_bytes_per_s,
-        result.to_host_bytes / resources.to_host_bytes_per_s,
+        result.to_device_bytes / link,
+        result.to_host_bytes / link,
     ]
     assert result.seconds >= max(lower_bounds) * (1 - TOLERANCE)
 
 
-@given(step=steps(), resources=resources())
-def test_every_byte_is_moved_and_the_pool_is_never_overdrawn(step: Step, resources: Resources) -> None:
-    result = simulate(step, resources)
+@given(step=steps(), drive=drives(), link=links)
+def test_every_byte_is_moved_and_the_pool_is_never_overdrawn(step: Step, drive: DriveSpeed, link: float) -> None:
+    result = simulate(step, drive, link)
     assert result.written_bytes == sum(sub.write_bytes for sub in updates_of(step))
     assert result.to_device_bytes == sum(use.compute_bytes for use in uses_of(step)) + sum(
         sub.compute_bytes for sub in updates_of(step)
@@ -151,9 +146,11 @@ def test_every_byte_is_moved_and_the_pool_is_never_overdrawn(step: Step, resourc
     assert 0 <= result.gradient_seconds <= result.seconds
 
 
-@given(step=steps(), resources=resources())
-def test_a_resource_does_one_thing_at_a_time_and_the_drive_moves_what_it_says(step: Step, resources: Resources) -> None:
-    result = simulate(step, resources)
+@given(step=steps(), drive=drives(), link=links)
+def test_a_resource_does_one_thing_at_a_time_and_the_drive_moves_what_it_says(
+    step: Step, drive: DriveSpeed, link: float
+) -> None:
+    result = simulate(step, drive, link)
     by_resource: dict[str, list[tuple[float, float]]] = {}
     for resource, _, start, end in result.timeline:
         assert 0 <= start <= end <= result.seconds
@@ -161,7 +158,6 @@ def test_a_resource_does_one_thing_at_a_time_and_the_drive_moves_what_it_says(st
     for intervals in by_resource.values():
         for one, other in pairwise(sorted(intervals)):
             assert other[0] >= one[1] * (1 - TOLERANCE)
-    drive = resources.drive
     if drive.mixed is None:
         expected = {
             "read": result.read_bytes / drive.read_bytes_per_s,
@@ -172,24 +168,20 @@ def test_a_resource_does_one_thing_at_a_time_and_the_drive_moves_what_it_says(st
             assert busy == pytest.approx(seconds, rel=1e-6, abs=1e-9)
 
 
-@given(step=steps(), resources=resources(), factor=st.floats(1.0, 10.0))
+@given(step=steps(), drive=drives(), link=links, factor=st.floats(1.0, 10.0))
 def test_a_machine_that_is_faster_in_everything_is_faster_by_as_much(
-    step: Step, resources: Resources, factor: float
+    step: Step, drive: DriveSpeed, link: float, factor: float
 ) -> None:
     """In everything at once: one part alone that is quicker may delay another, as in any schedule."""
 
     def quicker(seconds: float) -> float:
         return seconds / factor
 
-    both = resources.drive.mixed
-    faster = Resources(
-        DriveSpeed(
-            resources.drive.read_bytes_per_s * factor,
-            resources.drive.write_bytes_per_s * factor,
-            None if both is None else (both[0] * factor, both[1] * factor),
-        ),
-        resources.to_device_bytes_per_s * factor,
-        resources.to_host_bytes_per_s * factor,
+    both = drive.mixed
+    faster = DriveSpeed(
+        drive.read_bytes_per_s * factor,
+        drive.write_bytes_per_s * factor,
+        None if both is None else (both[0] * factor, both[1] * factor),
     )
     program = [
         item._replace(
@@ -204,8 +196,8 @@ def test_a_machine_that_is_faster_in_everything_is_faster_by_as_much(
         for item in step.program
     ]
     quick = replace(step, program=program)
-    slow_seconds = simulate(step, resources).seconds
-    assert simulate(quick, faster).seconds == pytest.approx(slow_seconds / factor, rel=1e-4, abs=1e-6)
+    slow_seconds = simulate(step, drive, link).seconds
+    assert simulate(quick, faster, link * factor).seconds == pytest.approx(slow_seconds / factor, rel=1e-4, abs=1e-6)
 
 
 @given(
@@ -218,14 +210,14 @@ def test_a_faster_drive_alone_is_never_slower_where_only_reads_compete(
     sizes: list[int], read: float, factor: float, compute: float
 ) -> None:
     step = forward_and_backward(sizes, look_ahead_bytes=0, pool_bytes=5 * max(sizes), compute_seconds=compute)
-    slow = simulate(step, Resources(DriveSpeed(read, 1.0))).seconds
-    fast = simulate(step, Resources(DriveSpeed(read * factor, 1.0))).seconds
+    slow = simulate(step, DriveSpeed(read, 1.0)).seconds
+    fast = simulate(step, DriveSpeed(read * factor, 1.0)).seconds
     assert fast <= slow * (1 + TOLERANCE)
 
 
 def test_reads_hide_behind_compute_but_for_the_first() -> None:
     step = forward_and_backward([10] * 4, look_ahead_bytes=10, pool_bytes=50, compute_seconds=3.0)
-    result = simulate(step, Resources(DriveSpeed(10.0, 1.0)))
+    result = simulate(step, DriveSpeed(10.0, 1.0))
     assert result.seconds == pytest.approx(1 + 8 * 3)
     assert result.stall_seconds == pytest.approx(1)
     assert result.read_bytes == 70  # the last group of the forward is the first of the backward
@@ -233,34 +225,34 @@ def test_reads_hide_behind_compute_but_for_the_first() -> None:
 
 def test_compute_hides_behind_reads_but_for_the_last() -> None:
     step = forward_and_backward([10] * 4, look_ahead_bytes=10, pool_bytes=50, compute_seconds=0.25)
-    result = simulate(step, Resources(DriveSpeed(10.0, 1.0)))
+    result = simulate(step, DriveSpeed(10.0, 1.0))
     assert result.seconds == pytest.approx(7 * 1 + 0.25)
 
 
 def test_what_fits_is_read_once() -> None:
     step = forward_and_backward([10] * 4, look_ahead_bytes=40, pool_bytes=60, compute_seconds=1.0)
-    assert simulate(step, Resources(DriveSpeed(10.0, 1.0))).read_bytes == 40
+    assert simulate(step, DriveSpeed(10.0, 1.0)).read_bytes == 40
 
 
 def test_gathers_that_cannot_overlap_add_up() -> None:
     step = forward_and_backward(
         [10] * 3, look_ahead_bytes=100, pool_bytes=100, compute_seconds=2.0, gather_seconds=1.0, reduce_seconds=0.5
     )
-    alone = simulate(replace(step, overlap_gathers=False), Resources(DriveSpeed(1e9, 1.0)))
+    alone = simulate(replace(step, overlap_gathers=False), DriveSpeed(1e9, 1.0))
     assert alone.seconds == pytest.approx(6 * 3.5)
-    beside = simulate(step, Resources(DriveSpeed(1e9, 1.0)))
+    beside = simulate(step, DriveSpeed(1e9, 1.0))
     assert beside.seconds == pytest.approx(1 + 6 * 2 + 0.5)
 
 
 def test_the_three_deep_pipeline_takes_its_slowest_part() -> None:
     program = [Pause(), *[SubGroup(12, 14, 14, 0.5)] * 50]
     step = step_of(program, [], pool_bytes=4 * 14)
-    in_turns = simulate(step, Resources(DriveSpeed(12.0, 14.0)))
+    in_turns = simulate(step, DriveSpeed(12.0, 14.0))
     assert in_turns.seconds == pytest.approx(50 * 2 + 0.5, rel=0.02)
-    overlapped = simulate(step, Resources(DriveSpeed(12.0, 14.0, mixed=(12.0, 14.0))))
+    overlapped = simulate(step, DriveSpeed(12.0, 14.0, mixed=(12.0, 14.0)))
     assert overlapped.seconds == pytest.approx(50 * 1 + 1.5, rel=0.02)
     slow_update = replace(step, program=[Pause(), *[SubGroup(12, 14, 14, 5.0)] * 50])
-    assert simulate(slow_update, Resources(DriveSpeed(12.0, 14.0))).seconds == pytest.approx(1 + 50 * 5 + 1)
+    assert simulate(slow_update, DriveSpeed(12.0, 14.0)).seconds == pytest.approx(1 + 50 * 5 + 1)
 
 
 @pytest.mark.parametrize(("reads_go_on", "seconds"), [(False, 10 + 4 + 0.5 + 1), (True, 10 + 0.5 + 4)])
@@ -269,7 +261,7 @@ def test_what_the_pool_holds_is_read_before_the_pause(reads_go_on: bool, seconds
     are read before, the writes are what takes longest; else the reads."""
     program = [*[Use(0, compute_seconds=1.0)] * 10, Pause(reads_go_on=reads_go_on), *[SubGroup(10, 10, 10, 0.5)] * 4]
     step = step_of(program, [0], look_ahead_bytes=20, pool_bytes=30, overlap_gathers=False)
-    result = simulate(step, Resources(DriveSpeed(10.0, 10.0, mixed=(10.0, 10.0))))
+    result = simulate(step, DriveSpeed(10.0, 10.0, mixed=(10.0, 10.0)))
     before = [interval for interval in result.timeline if interval.resource == "read" and interval.end <= 10]
     assert len(before) == 2 * reads_go_on
     assert result.read_bytes == 40
@@ -279,7 +271,7 @@ def test_what_the_pool_holds_is_read_before_the_pause(reads_go_on: bool, seconds
 def test_a_demand_interrupts_a_write() -> None:
     """The first is written from 2 s on, when the second has been read; the third is demanded half a second later."""
     subs = [SubGroup(10, 100, 10, 0.5), SubGroup(10, 0, 10, 0.5), SubGroup(10, 0, 10, 0.5)]
-    result = simulate(step_of([Pause(), *subs], [], pool_bytes=30), Resources(DriveSpeed(10.0, 10.0)))
+    result = simulate(step_of([Pause(), *subs], [], pool_bytes=30), DriveSpeed(10.0, 10.0))
     reads = [interval for interval in result.timeline if interval.resource == "read"]
     writes = [interval for interval in result.timeline if interval.resource == "write"]
     assert max(interval.end for interval in reads) == pytest.approx(3.5)
@@ -293,11 +285,11 @@ def test_updates_in_the_forward_hide_their_transfers_behind_compute() -> None:
     for group in range(10):
         program += [SubGroup(10, 10, 20, 1.0, into=group), Use(group, compute_seconds=3.0)]
     step = step_of(program, [5] * 10, look_ahead_bytes=30, pool_bytes=100, overlap_gathers=False)
-    result = simulate(step, Resources(DriveSpeed(10.0, 10.0)))
+    result = simulate(step, DriveSpeed(10.0, 10.0))
     assert result.read_bytes == result.written_bytes == 100
     assert result.seconds == pytest.approx(1 + 10 * (1 + 3))
     assert result.stall_seconds == pytest.approx(1)
-    beside = simulate(replace(step, overlap_gathers=True), Resources(DriveSpeed(10.0, 10.0)))
+    beside = simulate(replace(step, overlap_gathers=True), DriveSpeed(10.0, 10.0))
     assert beside.seconds == pytest.approx(1 + 1 + 10 * 3)  # the thread updates while the device computes
 
 
@@ -306,7 +298,7 @@ def test_updates_in_the_backward_wait_for_their_gradients_and_not_for_all() -> N
     for group in range(10):
         program += [Use(group, compute_seconds=3.0, gradient_bytes=10), SubGroup(10, 10, 20, 1.0, after=2 * group)]
     step = step_of(program, [0] * 10, look_ahead_bytes=30, pool_bytes=100)
-    result = simulate(step, Resources(DriveSpeed(10.0, 10.0), to_host_bytes_per_s=100.0))
+    result = simulate(step, DriveSpeed(10.0, 10.0), link_bytes_per_s=100.0)
     updates = [interval for interval in result.timeline if interval.resource == "update"]
     copies = [interval for interval in result.timeline if interval.resource == "to_host"]
     assert [one.start for one in updates] == pytest.approx([one.end for one in copies])
@@ -320,7 +312,7 @@ def test_what_is_wanted_soon_is_not_dropped_while_a_write_gives_room() -> None:
     for group in range(8):
         program += [SubGroup(10, 100, 20, 0.1, into=group), Use(group, compute_seconds=0.1)]
     step = step_of(program, [10] * 8, look_ahead_bytes=60, pool_bytes=90)
-    result = simulate(step, Resources(DriveSpeed(10.0, 10.0)))
+    result = simulate(step, DriveSpeed(10.0, 10.0))
     assert result.read_bytes == 80
 
 
@@ -328,11 +320,11 @@ def test_a_copy_that_is_made_keeps_its_room_until_it_is_used() -> None:
     """The pool holds the group and one sub-group: what was read ahead for later uses goes first."""
     program = [*[SubGroup(10, 10, 20, 1.0, into=0)] * 4, Use(0), Use(1, read_bytes=10)]
     step = step_of(program, [10, 10], look_ahead_bytes=1000, pool_bytes=30)
-    result = simulate(step, Resources(DriveSpeed(10.0, 10.0)))
+    result = simulate(step, DriveSpeed(10.0, 10.0))
     assert result.pool_bytes_peak == 30
     assert result.written_bytes == 40
     with pytest.raises(BudgetError, match="sub-groups"):
-        simulate(replace(step, pool_bytes=29), Resources(DriveSpeed(10.0, 10.0)))
+        simulate(replace(step, pool_bytes=29), DriveSpeed(10.0, 10.0))
 
 
 def test_seventy_billion_parameters() -> None:
@@ -351,12 +343,12 @@ def test_seventy_billion_parameters() -> None:
     step = step_of(program, [2 * numel] * groups, sub_groups_ahead=8, pool_bytes=64 * 16 * numel)
     read, written = step_bytes(Part(70 * B), Scheme("full", "step"))
     assert (read, written) == (1120 * B, 980 * B)
-    in_turns = simulate(step, Resources(DriveSpeed(48 * B, 26 * B)))
+    in_turns = simulate(step, DriveSpeed(48 * B, 26 * B))
     assert in_turns.read_bytes == pytest.approx(read, rel=0.015)
     assert in_turns.written_bytes == written
     assert in_turns.seconds == pytest.approx(61.0, rel=0.01)
     overlapped = DriveSpeed(48 * B, 26 * B, mixed=(48 * B, 26 * B))
-    assert simulate(step, Resources(overlapped)).seconds == pytest.approx(37.7 + 280 / 48, rel=0.02)
+    assert simulate(step, overlapped).seconds == pytest.approx(37.7 + 280 / 48, rel=0.02)
     assert overlapped.lower_bound_seconds(read, written) == pytest.approx(37.7, abs=0.05)
 
 
@@ -367,15 +359,15 @@ def test_a_pool_too_small_is_named_and_not_waited_for(of_groups: bool) -> None:
     else:
         step = step_of([Pause(), SubGroup(100, 100, 100)], [], pool_bytes=50)
     with pytest.raises(BudgetError, match=r"50 bytes can't hold the .*groups.* 100 bytes: raise the pinned budget"):
-        simulate(step, Resources(DriveSpeed(1.0, 1.0)))
+        simulate(step, DriveSpeed(1.0, 1.0))
 
 
 def test_an_empty_step_takes_no_time() -> None:
-    assert simulate(step_of([], [], pool_bytes=0), Resources(DriveSpeed(1.0, 1.0))) == Simulated()
+    assert simulate(step_of([], [], pool_bytes=0), DriveSpeed(1.0, 1.0)) == Simulated()
 
 
 def test_ten_thousand_groups_are_simulated_use_by_use() -> None:
     step = forward_and_backward([10] * 10_000, look_ahead_bytes=50, pool_bytes=100, compute_seconds=2.0)
-    result = simulate(step, Resources(DriveSpeed(10.0, 1.0)))
+    result = simulate(step, DriveSpeed(10.0, 1.0))
     assert result.seconds == pytest.approx(1 + 20_000 * 2)
     assert sum(interval.resource == "compute" for interval in result.timeline) == 20_000

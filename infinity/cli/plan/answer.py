@@ -3,15 +3,82 @@
 [Note: Easings]
 Some arguments cost time and no accuracy: gradients that wait on NVMe, and saved activations in host memory. If a model does not
 fit and the user left them open, they are tried before anything is refused, and the answer names those that were needed.
+
+[Note: Remedies]
+If nothing fits, the answer names other arguments that would make it fit. Each was tried before it is named. A remedy is a
+ladder of values, from the one next to what was asked for to the boldest. First come those that cost time or samples, then those
+that cost money.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, islice
+from typing import Any, NamedTuple
 
-from infinity.cli.plan.remedies import Case, Easing, remedies
 from infinity.plan.frozen import FrozenPlan, frozen_plans
-from infinity.plan.planner import Plan, fastest_that_fits, plans_for
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import Machine
+from infinity.plan.planner import Plan, fastest_that_fits, plans_for, some_strategy_fits
+from infinity.plan.work import Work
+
+SEQ_MIN = 128
+"""Shorter samples are no advice."""
+
+GROUPS_PER_BLOCK_MAX = 16
+GPUS_MAX = 8
+GPU_MEMORY_DOUBLINGS = 2
+HOST_MEMORY_DOUBLINGS = 4
+DRIVE_DOUBLINGS = 6
+NODE_DOUBLINGS = 6
+
+GB = 10**9
+
+PAIRS_MAX = 3
+"""Named where no single change is enough."""
+
+EASINGS: dict[str, dict[str, Any]] = {
+    "--gradient-memory 0": {"gradient_bytes_max": 0},
+    "--offload-activations cpu": {"activations": "cpu"},
+}
+"""Arguments, and what they change of the work. [Note: Easings]"""
+
+Easing = tuple[str, ...]
+"""Some of the arguments of EASINGS."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of `planner.plans_for`, and in `easings` which arguments may be added where it doesn't fit: none of them
+    first, then in the order in which they are tried."""
+
+    work: Work
+    machine: Machine
+    pinned_bytes: int | None
+    cache_bytes: int | None
+    easings: tuple[Easing, ...] = ((),)
+    lora_work: Work | None = None
+    """For the adapters' training, if that is not to be `work`."""
+
+    @property
+    def pinned_sizes(self) -> dict[str, int | None]:
+        """Arguments of every planning function."""
+        return {"pinned_bytes": self.pinned_bytes, "cache_bytes": self.cache_bytes}
+
+    def eased(self, easing: Easing) -> Work:
+        """The work with the arguments of `easing`, but for what it has been given already."""
+        changes = {name: value for argument in easing for name, value in EASINGS[argument].items()}
+        left_open = {name: value for name, value in changes.items() if getattr(self.work, name) in (None, "none")}
+        return replace(self.work, **left_open)
+
+    def fits(self) -> bool:
+        """Whether any strategy that infinity can run fits, with any of the easings."""
+        return any(
+            some_strategy_fits(self.eased(easing), self.machine, **self.pinned_sizes)
+            for easing in reversed(self.easings)
+        )
 
 
 @dataclass(frozen=True)
@@ -23,7 +90,7 @@ class Answer:
         chosen: the fastest that fits, of those that infinity can run.
         eased: arguments that were added to make one fit; all that may be, where none does.
         remedies: where none fits: other arguments that would make one.
-        frozen: work on files, with adapters of `lora_rank`.
+        frozen: work on files, with adapters of `lora_rank`, in the micro-batches of `frozen_work`.
         frozen_eased: arguments that were added to make the adapters' training fit.
     """
 
@@ -32,6 +99,7 @@ class Answer:
     eased: Easing
     remedies: list[str]
     frozen: list[FrozenPlan]
+    frozen_work: Work
     frozen_eased: Easing
     lora_rank: int
 
@@ -42,15 +110,134 @@ class Answer:
 
 def answer(case: Case, *, lora_rank: int, base_bits: int) -> Answer:
     """The answer for `case`, with as few of its easings as make something fit. [Note: Easings]"""
-
-    def on_files(easing: Easing) -> list[FrozenPlan]:
-        return frozen_plans(
-            case.eased(easing), case.machine, lora_rank=lora_rank, base_bits=base_bits, **case.pinned_sizes
-        )
-
     eased = next((easing for easing in case.easings if replace(case, easings=(easing,)).fits()), case.easings[-1])
     plans = plans_for(case.eased(eased), case.machine, **case.pinned_sizes)
     chosen = fastest_that_fits(plans)
-    frozen_eased = next((easing for easing in case.easings if on_files(easing)[0].fits), ())
     needed = [] if chosen is not None else remedies(case)
-    return Answer(plans, chosen, eased, needed, on_files(frozen_eased), frozen_eased, lora_rank)
+    sizes: dict[str, Any] = {"lora_rank": lora_rank, "base_bits": base_bits, **case.pinned_sizes}
+    for frozen_eased in (*case.easings, ()):  # the last if none is enough
+        frozen_work = case.lora_work or case.eased(frozen_eased)
+        frozen = frozen_plans(frozen_work, case.machine, **sizes)
+        if frozen[0].fits:
+            break
+    return Answer(plans, chosen, eased, needed, frozen, frozen_work, frozen_eased, lora_rank)
+
+
+class _Step(NamedTuple):
+    """One value of a remedy: its `words`, and the case changed to it."""
+
+    words: str
+    change: Callable[[Case], Case]
+
+
+_Ladder = Sequence[_Step]
+
+
+def remedies(case: Case) -> list[str]:
+    """Changes of which each alone makes `case` fit, in the words of the arguments; pairs where none does, and none where no
+    pair does either."""
+    ladders = [ladder for ladder in (*_of_training(case), *_of_machine(case)) if ladder]
+    alone = [step.words for ladder in ladders if (step := _first_that_fits(case, ladder)) is not None]
+    if alone:
+        return alone
+    pairs = (_pair_that_fits(case, one, other) for one, other in combinations(ladders, 2))
+    return list(islice((pair for pair in pairs if pair is not None), PAIRS_MAX))
+
+
+def _first_that_fits(case: Case, ladder: _Ladder) -> _Step | None:
+    if not ladder[-1].change(case).fits():
+        return None
+    return next(step for step in ladder if step.change(case).fits())
+
+
+def _pair_that_fits(case: Case, one: _Ladder, other: _Ladder) -> str | None:
+    """The mildest step of `one` that is enough with the boldest of `other`, and the mildest of `other` that is with that."""
+    first = _first_that_fits(other[-1].change(case), one)
+    if first is None:
+        return None
+    second = _first_that_fits(first.change(case), other)
+    assert second is not None  # its last step was
+    return f"{first.words} with {second.words}"
+
+
+def _of_training(case: Case) -> Iterator[_Ladder]:
+    work = case.work
+    if work.gradient_bytes_max:
+        yield [_work("--gradient-memory 0", gradient_bytes_max=0)]
+    if case.cache_bytes:
+        yield [_Step("--cache 0", _without_cache)]
+    if case.pinned_bytes is not None:
+        yield [_Step("no --pinned-bytes-max", lambda case: replace(case, pinned_bytes=None))]
+    if work.activation_buffer_bytes_max is not None:
+        yield [_work("no --activation-buffer", activation_buffer_bytes_max=None)]
+    if work.durable:
+        yield [_work("--durability none", durable=False)]
+    if not work.checkpointing:
+        yield [_work("no --no-checkpointing", checkpointing=True)]
+    open_to_easing = any("--offload-activations cpu" in easing for easing in case.easings)
+    if work.activations == "none" and not open_to_easing and not case.machine.device_is_host:
+        yield [_work("--offload-activations cpu", activations="cpu")]
+    if work.activations != "nvme" and not work.durable:
+        yield [_work("--offload-activations nvme", activations="nvme")]
+    yield [_work(f"--batch-size {count}", samples=count) for count in _halved(work.samples, 1)]
+    seqs = _halved(work.model.seq, SEQ_MIN)
+    yield [_work(f"--seq {count}", model=replace(work.model, seq=count)) for count in seqs]
+    counts = _doubled(work.groups_per_block, GROUPS_PER_BLOCK_MAX)
+    yield [_work(f"--groups-per-block {count}", groups_per_block=count) for count in counts]
+
+
+def _of_machine(case: Case) -> Iterator[_Ladder]:
+    """More memory and drives of a node, or more of what shards the model. Processes that compute on a CPU share its memory."""
+    machine = case.machine
+    sizes = _larger(machine.host_bytes, HOST_MEMORY_DOUBLINGS)
+    yield [_machine(f"--host-memory {size}GB", host_bytes=size * GB) for size in sizes]
+    if not machine.device_is_host:
+        sizes = _larger(machine.device_bytes, GPU_MEMORY_DOUBLINGS)
+        yield [_machine(f"--gpu-memory {size}GB", device_bytes=size * GB) for size in sizes]
+        link = " --node-link GB/s" if math.isinf(machine.node_link_bytes_per_s) else ""
+        counts = _doubled(machine.ranks_per_node, GPUS_MAX)
+        yield [_machine(f"--gpus {count}{link}", ranks_per_node=count) for count in counts]
+    if machine.drive is None:
+        yield [_machine("--read GB/s --write GB/s", drive=DriveSpeed(1.0, 1.0), drive_bytes=0)]
+    elif not math.isinf(room := machine.drive_room_bytes):
+        sizes = _larger(room, DRIVE_DOUBLINGS)
+        yield [_machine(f"--drive-size {size}GB", drive_bytes=size * GB, drive_free_bytes=None) for size in sizes]
+    network = " --network GB/s" if math.isinf(machine.network_bytes_per_s) else ""
+    counts = _doubled(machine.nodes, machine.nodes << NODE_DOUBLINGS)
+    yield [_machine(f"--nodes {count}{network}", nodes=count) for count in counts]
+
+
+def _without_cache(case: Case) -> Case:
+    """Of pinned memory of a given size all is the pool's then."""
+    pinned_bytes = None if case.pinned_bytes is None else case.pinned_bytes + (case.cache_bytes or 0)
+    return replace(case, pinned_bytes=pinned_bytes, cache_bytes=0)
+
+
+def _work(words: str, **changes: object) -> _Step:
+    """Other attributes of the work."""
+    return _Step(words, lambda case: replace(case, work=replace(case.work, **changes)))  # type: ignore[arg-type]
+
+
+def _machine(words: str, **changes: object) -> _Step:
+    """Other attributes of the machine, over all of whose ranks the model is sharded."""
+
+    def change(case: Case) -> Case:
+        machine = replace(case.machine, **changes)  # type: ignore[arg-type]
+        return replace(case, machine=machine, work=replace(case.work, ranks=machine.ranks))
+
+    return _Step(words, change)
+
+
+def _halved(value: int, least: int) -> Iterator[int]:
+    while (value := value // 2) >= least:
+        yield value
+
+
+def _doubled(value: int, most: int) -> Iterator[int]:
+    while (value := value * 2) <= most:
+        yield value
+
+
+def _larger(nbytes: float, doublings: int) -> list[int]:
+    """Sizes in whole GB."""
+    return [math.ceil(nbytes * 2**power / 1e9) for power in range(1, doublings + 1)]

@@ -7,13 +7,50 @@ from functools import partial
 from pathlib import Path
 
 from infinity.cli.arguments import add_json, add_path, checked_value, count, size
+from infinity.cli.plan.hf_config import SEQ_DEFAULT, read_hf_config, stored_bits
 from infinity.cli.training import add_training
+from infinity.errors import ConfigError
 from infinity.plan.frozen_groups import BASE_BITS
+from infinity.plan.transformer import Transformer, dense_transformer, heads_for, transformer_of
 from infinity.units import parse_count
 
-OPTIMIZERS = ("AdamW", "Muon", "SGD", "plain-SGD")
+VOCABULARY_DEFAULT = 32_000
 
-LORA_RANK_DEFAULT = 16
+
+def base_bits(asked: argparse.Namespace) -> int:
+    """Of the matrices of frozen blocks in their files: as asked for, or as config.json says."""
+    bits: int | None = asked.base_bits
+    return bits or (stored_bits(asked.hf_config) if asked.hf_config is not None else 16)
+
+
+def model_from(asked: argparse.Namespace) -> Transformer:
+    """The model that the arguments describe. Raises ConfigError where they describe none, or none that is planned."""
+    ways = [asked.params is not None, asked.layers is not None or asked.hidden is not None, asked.hf_config is not None]
+    if sum(ways) != 1:
+        raise ConfigError("describe the model once: --params COUNT, or --layers N --hidden N, or --hf-config FILE")
+    if asked.hf_config is not None:
+        for name in ("heads", "vocab"):
+            if getattr(asked, name) is not None:
+                raise ConfigError(f"--{name} comes from --hf-config: leave it out")
+        return read_hf_config(asked.hf_config, seq=asked.seq)
+    seq = asked.seq or SEQ_DEFAULT
+    vocab = asked.vocab or VOCABULARY_DEFAULT
+    if asked.params is not None:
+        if asked.heads is not None:
+            raise ConfigError("--heads goes with --layers and --hidden, not with --params")
+        try:
+            return transformer_of(asked.params, seq=seq, vocab=vocab)
+        except ValueError as error:
+            raise ConfigError(f"--params: {error}") from None
+    if asked.layers is None or asked.hidden is None:
+        raise ConfigError("--layers and --hidden go together: give both")
+    heads = asked.heads or heads_for(asked.hidden)
+    if asked.hidden % heads:
+        raise ConfigError(f"--heads {heads} does not divide --hidden {asked.hidden}")
+    return dense_transformer(layers=asked.layers, hidden=asked.hidden, heads=heads, seq=seq, vocab=vocab)
+
+
+OPTIMIZERS = ("AdamW", "Muon", "SGD", "plain-SGD")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +110,15 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    add_training(group, batch_size=1, schedule="horizontal", optimizers=OPTIMIZERS, cache=None)
     add = group.add_argument
+    text = "tokens of a step, over all GPUs: find the micro-batches, how many of them are at once, and where activations and "
+    text += "gradients wait, so that the step is the fastest that fits; what other options say is kept"
+    add("--tokens-per-step", type=checked_value(parse_count, at_least=1), metavar="COUNT", help=text)
+    add_training(group, batch_size=1, schedule="horizontal", optimizers=OPTIMIZERS, cache=None)
+    group.set_defaults(batch_size=None, accumulation=None, schedule=None)  # which say what was not given
+    text = "how many of them pass through a group before the next, as infinity.micro_batches_at_once (default: as --schedule "
+    text += "says: all, or one)"
+    add("--micro-batches-at-once", type=count, metavar="K", help=text)
     add("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
     text = "pinned memory of a rank, its cache and the buffer of activations included (default: as fits best)"
     add("--pinned-bytes-max", type=size, metavar="BYTES", help=text)
@@ -90,7 +134,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     text = "wrap the parts of a block as so many groups: less memory, more collectives (default: 1)"
     add("--groups-per-block", type=count, default=1, metavar="N", help=text)
     text = "rank of the adapters that are trained on frozen weights in their files (default: %(default)s)"
-    add("--lora", type=count, default=LORA_RANK_DEFAULT, metavar="RANK", help=text)
+    add("--lora", type=count, default=16, metavar="RANK", help=text)
     text = "bits of those frozen weights: 16, or bitsandbytes' 8 or 4 for the matrices of the blocks (default: what "
     text += "--hf-config says, else 16)"
     add("--base-bits", type=int, choices=BASE_BITS, help=text)

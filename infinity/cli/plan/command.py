@@ -10,20 +10,19 @@ import dataclasses
 import json
 import sys
 from functools import partial
+from typing import Any
 
 from infinity.cli.arguments import check_files, check_plot, write_json
-from infinity.cli.plan.answer import Answer, answer
-from infinity.cli.plan.arguments import add_arguments
+from infinity.cli.plan.answer import Case, Easing, answer
+from infinity.cli.plan.arguments import add_arguments, base_bits, model_from
 from infinity.cli.plan.machines import PRESETS, preset_of
-from infinity.cli.plan.model import base_bits, model_from
-from infinity.cli.plan.remedies import Case, Easing
 from infinity.cli.plan.training_config import config_for
 from infinity.cli.program import add_command, usage_checked
 from infinity.cli.training import work_from
 from infinity.errors import ConfigError
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
-from infinity.plan.planner import Plan
+from infinity.plan.search import fastest_lora_work, fastest_work
 from infinity.plan.transformer import Transformer
 from infinity.plan.work import Work
 from infinity.schedule.timeline import trace_events
@@ -39,6 +38,7 @@ _EPILOG = """\
 examples:
   infinity-bench plan /local_nvme --params 8B --write-config config.json
   infinity-bench plan --preset "RTX 4090" --params 8B --batch-size 4
+  infinity-bench plan --preset "RTX 4090" --params 8B --tokens-per-step 131072
   infinity-bench plan --preset dgx-h100 --hf-config config.json --accumulation 8
 
 exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if full training does not and --write-config or
@@ -64,98 +64,34 @@ def run(asked: argparse.Namespace) -> int:
         _check(asked)
         case = _case(asked)
     told = answer(case, lora_rank=asked.lora, base_bits=base_bits(asked))
-    _tell(asked, told)
+    from infinity.cli.plan.report import as_json, print_report
+
+    nvme_path = str(asked.path.absolute()) if asked.path is not None else "/local_nvme"
+    if asked.json != "-":
+        print_report(told)
+    if asked.json is not None:
+        write_json(as_json(told, nvme_path), asked.json)
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
         draw(told.plans[0].work, case.machine, asked.plot, **case.pinned_sizes)
-    if told.chosen is not None:
-        _write(asked, told.chosen)
-        return 0
-    unwritten = [file for file in (asked.write_config, asked.timeline) if file is not None]
-    for file in unwritten:
-        older = ", where an older one stays" if file.exists() else ""
-        print(f"infinity-bench plan: full training does not fit: nothing written to {file}{older}", file=sys.stderr)
-    return 0 if told.something_fits and not unwritten else 1
-
-
-def _case(asked: argparse.Namespace) -> Case:
-    """The model, the machine and the training. Raises InfinityError."""
-    model, machine = _what_and_where(asked)
-    work = work_from(
-        asked,
-        model,
-        ranks=machine.ranks,
-        checkpointing=not asked.no_checkpointing,
-        groups_per_block=asked.groups_per_block,
-        activations=asked.offload_activations or "none",
-        activation_buffer_bytes_max=asked.activation_buffer,
-        durable=asked.durability == "step",
-    )
-    return Case(work, machine, *_pinned(asked, work), _easings(asked, machine))
-
-
-def _pinned(asked: argparse.Namespace, work: Work) -> tuple[int | None, int | None]:
-    """Bytes of the pool and of the cache, None where nobody said. Raises ConfigError where they leave no pool."""
-    if asked.pinned_bytes_max is None:
-        return None, asked.cache
-    cache_bytes = asked.cache or 0
-    pool_bytes = asked.pinned_bytes_max - cache_bytes - work.activation_buffer_bytes
-    if pool_bytes <= 0:
-        raise ConfigError(
-            "--pinned-bytes-max counts the cache and the buffer of activations too, and leaves nothing beside them: raise it"
-        )
-    return pool_bytes, cache_bytes
-
-
-def _easings(asked: argparse.Namespace, machine: Machine) -> tuple[Easing, ...]:
-    """Those that nobody decided on. [Note: Easings]"""
-    gradients = ("--gradient-memory 0",) if asked.gradient_memory is None else ()
-    activations = (
-        ("--offload-activations cpu",) if asked.offload_activations is None and not machine.device_is_host else ()
-    )
-    return tuple(dict.fromkeys([(), gradients, activations, gradients + activations]))
-
-
-def _tell(asked: argparse.Namespace, told: Answer) -> None:
-    from infinity.cli.plan.report import as_json, print_report
-
-    if asked.json != "-":
-        print_report(told)
-    if asked.json is not None:
-        write_json(as_json(told, _nvme_path(asked)), asked.json)
-
-
-def _write(asked: argparse.Namespace, chosen: Plan) -> None:
+    if (chosen := told.chosen) is None:
+        unwritten = [file for file in (asked.write_config, asked.timeline) if file is not None]
+        for file in unwritten:
+            older = ", where an older one stays" if file.exists() else ""
+            print(f"infinity-bench plan: full training does not fit: nothing written to {file}{older}", file=sys.stderr)
+        return 0 if told.something_fits and not unwritten else 1
     if asked.write_config is not None:
-        write_json(config_for(chosen, _nvme_path(asked)), asked.write_config)
+        write_json(config_for(chosen, nvme_path), asked.write_config)
     if asked.timeline is not None:
         events = trace_events(chosen.simulated.timeline if chosen.simulated else [])
         asked.timeline.write_text(json.dumps({"traceEvents": events}) + "\n")
-
-
-def _nvme_path(asked: argparse.Namespace) -> str:
-    return str(asked.path.absolute()) if asked.path is not None else "/local_nvme"
-
-
-def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
-    """The model and the machine. Raises InfinityError."""
-    model = model_from(asked)
-    if asked.plot is not None and model.experts is not None:
-        raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
-    if _is_measured(asked):
-        from infinity.cli.plan.here import measure_machine
-
-        report = partial(print, file=sys.stderr)
-        machine = measure_machine(asked.path, model, samples=asked.batch_size, report=report)
-    else:
-        machine = _base(asked)
-    return model, _with_figures(machine, asked)
+    return 0
 
 
 def _check(asked: argparse.Namespace) -> None:
     """What contradicts itself, or can't be written, before anything is measured. Raises ConfigError."""
-    if _is_measured(asked) and not asked.path.is_dir():
+    if asked.preset is None and asked.path is not None and not asked.path.is_dir():
         raise ConfigError(
             f"{asked.path}: name an existing folder on the drive to plan with, or another machine by --preset"
         )
@@ -163,6 +99,13 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError("--read and --write go together: give both")
     if asked.activation_buffer is not None and asked.offload_activations != "nvme":
         raise ConfigError("--activation-buffer is for --offload-activations nvme: give both, or leave it out")
+    if asked.tokens_per_step is not None and (asked.accumulation or asked.schedule):
+        raise ConfigError("--tokens-per-step finds the micro-batches: leave --accumulation and --schedule out")
+    at_once = asked.micro_batches_at_once or 1
+    if (asked.accumulation or at_once) % at_once:
+        raise ConfigError(
+            f"--micro-batches-at-once {at_once} must divide the {asked.accumulation} micro-batches of --accumulation"
+        )
     if asked.durability == "step" and asked.cache:
         raise ConfigError("--durability step keeps no state in host memory: leave --cache out")
     if asked.durability == "step" and asked.offload_activations == "nvme":
@@ -173,16 +116,90 @@ def _check(asked: argparse.Namespace) -> None:
     check_files(asked, "json", "write_config", "timeline")
 
 
-def _is_measured(asked: argparse.Namespace) -> bool:
-    return asked.path is not None and asked.preset is None
+def _case(asked: argparse.Namespace) -> Case:
+    """The model, the machine, the training, and the easings that the user left open. Raises InfinityError."""
+    model = model_from(asked)
+    if asked.plot is not None and model.experts is not None:
+        raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
+    searched = _left_open(asked)
+    asked.batch_size = asked.batch_size or 1
+    asked.accumulation = asked.accumulation or asked.micro_batches_at_once or 1
+    asked.schedule = asked.schedule or "horizontal"
+    machine = _with_figures(_machine(asked, model), asked)
+    work = work_from(
+        asked,
+        model,
+        ranks=machine.ranks,
+        at_once=asked.micro_batches_at_once,
+        checkpointing=not asked.no_checkpointing,
+        groups_per_block=asked.groups_per_block,
+        activations=asked.offload_activations or "none",
+        activation_buffer_bytes_max=asked.activation_buffer,
+        durable=asked.durability == "step",
+    )
+    cache_bytes = asked.cache if asked.pinned_bytes_max is None else asked.cache or 0
+    pool_bytes = _pool_bytes(asked, work)
+    if asked.tokens_per_step is not None:
+        sequences = _sequences_of_rank(asked, work)
+        how: dict[str, Any] = {"sequences": sequences, "left_open": searched}
+        how |= {"pinned_bytes": pool_bytes, "cache_bytes": cache_bytes}
+        lora_work = fastest_lora_work(work, machine, lora_rank=asked.lora, base_bits=base_bits(asked), **how)
+        work = fastest_work(work, machine, **how)
+        return Case(work, machine, _pool_bytes(asked, work), cache_bytes, lora_work=lora_work)
+    gradients: Easing = ("--gradient-memory 0",) if asked.gradient_memory is None else ()
+    left_open = asked.offload_activations is None and not machine.device_is_host
+    activations: Easing = ("--offload-activations cpu",) if left_open else ()
+    easings = tuple(dict.fromkeys([(), gradients, activations, gradients + activations]))
+    return Case(work, machine, pool_bytes, cache_bytes, easings)
 
 
-def _base(asked: argparse.Namespace) -> Machine:
-    """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
+def _left_open(asked: argparse.Namespace) -> set[str]:
+    """The attributes of `Work` that no option gives, of those that --tokens-per-step finds."""
+    given = {
+        "samples": asked.batch_size,
+        "micro_batches_at_once": asked.micro_batches_at_once,
+        "checkpointing": True if asked.no_checkpointing else None,
+        "activations": asked.offload_activations,
+        "gradient_bytes_max": asked.gradient_memory,
+    }
+    return {name for name, value in given.items() if value is None}
+
+
+def _sequences_of_rank(asked: argparse.Namespace, work: Work) -> int:
+    """Of the step that --tokens-per-step asks for. Raises ConfigError where they can't be shared out."""
+    tokens = asked.tokens_per_step
+    least = work.tokens  # of the micro-batches that were given, or of one sequence
+    if tokens % least:
+        nearest = [count * least for count in (tokens // least, tokens // least + 1) if count]
+        raise ConfigError(
+            f"--tokens-per-step {tokens} must be a multiple of {least}, the tokens of all ranks at once: "
+            f"{' or '.join(map(str, nearest))}"
+        )
+    return int(tokens // (work.ranks * work.model.seq))
+
+
+def _pool_bytes(asked: argparse.Namespace, work: Work) -> int | None:
+    """What --pinned-bytes-max leaves for the pool. Raises ConfigError where that is nothing."""
+    if asked.pinned_bytes_max is None:
+        return None
+    pool_bytes: int = asked.pinned_bytes_max - (asked.cache or 0) - work.activation_buffer_bytes
+    if pool_bytes <= 0:
+        raise ConfigError(
+            "--pinned-bytes-max counts the cache and the buffer of activations too, and has no room for more: raise it"
+        )
+    return pool_bytes
+
+
+def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
+    """The preset, this machine as measured, or one of nothing but the figures given. Raises InfinityError."""
     if asked.preset is not None:
         if (preset := preset_of(asked.preset)) is None:
             raise ConfigError(f"--preset {asked.preset}: there is no such preset, but {', '.join(PRESETS)}")
         return preset
+    if asked.path is not None:
+        from infinity.cli.plan.here import measure_machine
+
+        return measure_machine(asked.path, model, samples=asked.batch_size, report=partial(print, file=sys.stderr))
     needed = {"--tflops": "flops_per_s", "--host-memory": "host_bytes", "--host-bandwidth": "host_bytes_per_s"}
     if not asked.cpu:
         needed |= {
@@ -210,8 +227,12 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if asked.drive_bytes is not None:
         given["drive_free_bytes"] = None
-    if asked.read is not None or asked.mixed is not None:
-        given["drive"] = _drive(machine, asked)
+    if asked.read is not None:
+        given["drive"] = DriveSpeed(asked.read, asked.write)
+    if asked.mixed is not None:
+        if (drive := given.get("drive", machine.drive)) is None:
+            raise ConfigError("--mixed goes with --read and --write: give all three")
+        given["drive"] = dataclasses.replace(drive, mixed=(asked.mixed / 2, asked.mixed / 2))
     if machine.device_is_host and asked.ranks_per_node is not None and asked.flops_per_s is None:
         # They share its cores.
         given["flops_per_s"] = machine.flops_per_s / asked.ranks_per_node * machine.ranks_per_node
@@ -221,13 +242,3 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
     if changed.nodes > 1 and changed.network_bytes_per_s == float("inf"):
         raise ConfigError("several nodes: say --network, the GB/s from a node to the others")
     return changed
-
-
-def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
-    """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
-    drive = machine.drive if asked.read is None else DriveSpeed(asked.read, asked.write)
-    if drive is None:
-        raise ConfigError("--mixed goes with --read and --write: give all three")
-    if asked.mixed is None:
-        return drive
-    return dataclasses.replace(drive, mixed=(asked.mixed / 2, asked.mixed / 2))

@@ -97,9 +97,11 @@ class _Reader:
     def transformer(self, seq: int | None) -> Transformer:
         vocab = self._number("vocab_size")
         positions = self._number("max_position_embeddings", "n_positions", "n_ctx", default=0)
-        attention = self._latent_attention() if self._type in _LATENT_TYPES else self._attention()
+        attention, cache_width = self._latent_attention() if self._type in _LATENT_TYPES else self._attention()
         dense = attention + self._feed_forward(self._inner())
         sparse, experts = self._mixture(attention, dense)
+        tied = self._values.get("tie_word_embeddings", self._biased or self._type.startswith("gemma"))
+        learned_positions = (positions + 1) * self._hidden if self._biased else 0
         return Transformer(
             self._layers,
             self._hidden,
@@ -107,12 +109,13 @@ class _Reader:
             seq or min(SEQ_DEFAULT, positions or SEQ_DEFAULT),
             vocab,
             sparse.numel,
-            self._root_numel(vocab, positions),
+            (vocab * (1 if tied else 2) + 1) * self._hidden + learned_positions,
             sparse.linear_width,
-            self._cache_width(),
+            cache_width,
             experts,
             sparse.vector_numel,
             sparse.matrices if experts is None else dense.matrices,
+            vocab * self._hidden if tied else 0,
         )
 
     def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:
@@ -131,9 +134,13 @@ class _Reader:
         per_token = self._number("num_experts_per_tok")
         if per_token > count:
             raise ConfigError(f"{self._path}: num_experts_per_tok: got {per_token}, and there are {count} experts")
-        expert = self._feed_forward(self._expert_inner())
-        router = _linear(self._hidden, count)
-        sparse = attention + router + self._shared_expert() + expert * count
+        inner = self._number("intermediate_size" if self._type == "mixtral" else "moe_intermediate_size")
+        expert = self._feed_forward(inner)
+        sparse = attention + _linear(self._hidden, count) + expert * count
+        if self._type in _LATENT_TYPES and (shared := self._number("n_shared_experts", default=0)):
+            sparse += self._feed_forward(inner * shared)
+        if self._type == "qwen2_moe" and (shared := self._number("shared_expert_intermediate_size", default=0)):
+            sparse += self._feed_forward(shared) + _linear(self._hidden, 1)  # the gate before it
         return sparse, Experts(
             count, per_token, expert.numel, expert.linear_width, blocks, dense.numel, dense.linear_width
         )
@@ -146,17 +153,6 @@ class _Reader:
         dense = self._values.get("mlp_only_layers") or []
         return number not in dense and (number + 1) % (self._number("decoder_sparse_step", default=1) or 1) == 0
 
-    def _expert_inner(self) -> int:
-        return self._number("intermediate_size" if self._type == "mixtral" else "moe_intermediate_size")
-
-    def _shared_expert(self) -> _Part:
-        """That of all tokens, and the gate before it."""
-        if self._type in _LATENT_TYPES:
-            inner = self._expert_inner() * self._number("n_shared_experts", default=0)
-            return self._feed_forward(inner) if inner else _Part()
-        inner = self._number("shared_expert_intermediate_size", default=0) if self._type == "qwen2_moe" else 0
-        return self._feed_forward(inner) + _linear(self._hidden, 1) if inner else _Part()
-
     def _inner(self) -> int:
         return self._number("intermediate_size", "n_inner", "ffn_dim", default=4 * self._hidden)
 
@@ -164,17 +160,11 @@ class _Reader:
         gated = self._values.get("hidden_act") in _GATED or self._type in _GATED_TYPES
         return _linear(self._hidden, inner) * (3 if gated else 2)
 
-    def _width(self) -> int:
-        """Of a head."""
-        return self._number("head_dim", default=0) or self._hidden // self._heads
-
-    def _keys(self) -> int:
-        """Heads of keys, and of values."""
-        return self._number("num_key_value_heads", default=self._heads)
-
-    def _attention(self) -> _Part:
-        """With the norms and biases of the block."""
-        hidden, queries, keys = self._hidden, self._heads * self._width(), self._keys() * self._width()
+    def _attention(self) -> tuple[_Part, int]:
+        """With the norms and biases of the block; and its keys and values of a token, as transformers keeps them."""
+        width = self._number("head_dim", default=0) or self._hidden // self._heads
+        keys = self._number("num_key_value_heads", default=self._heads) * width
+        hidden, queries = self._hidden, self._heads * width
         linear = _linear(hidden, queries) * 2 + _linear(hidden, keys) * 2
         others = 2 * hidden
         if self._biased or self._type in _QKV_BIASED_TYPES:
@@ -182,11 +172,12 @@ class _Reader:
         if self._biased:
             others += 4 * hidden + self._inner()
         if self._type in _HEAD_NORM_TYPES:
-            others += 2 * self._width()
-        return linear + _Part(vector_numel=others)
+            others += 2 * width
+        return linear + _Part(vector_numel=others), 2 * keys
 
-    def _latent_attention(self) -> _Part:
-        """Of DeepSeek: queries, if `q_lora_rank` says so, and keys and values pass through something narrow that is normed."""
+    def _latent_attention(self) -> tuple[_Part, int]:
+        """The same of DeepSeek: keys and values pass through something narrow that is normed, and so do queries if
+        `q_lora_rank` says so."""
         hidden, heads, rotary = self._hidden, self._heads, self._number("qk_rope_head_dim")
         plain, values = self._number("qk_nope_head_dim"), self._number("v_head_dim")
         narrow, latent = self._number("q_lora_rank", default=0), self._number("kv_lora_rank")
@@ -194,20 +185,8 @@ class _Reader:
         if narrow:
             queries += _linear(hidden, narrow) + _Part(vector_numel=narrow)
         keys = _linear(hidden, latent + rotary) + _linear(latent, heads * (plain + values))
-        return queries + keys + _linear(heads * values, hidden) + _Part(vector_numel=2 * hidden + latent)
-
-    def _cache_width(self) -> int:
-        """Keys and values of a token in a block, as transformers keeps them."""
-        if self._type in _LATENT_TYPES:
-            of_head = self._number("qk_rope_head_dim") + self._number("qk_nope_head_dim") + self._number("v_head_dim")
-            return self._heads * of_head
-        return 2 * self._keys() * self._width()
-
-    def _root_numel(self, vocab: int, positions: int) -> int:
-        hidden = self._hidden
-        tied = self._values.get("tie_word_embeddings", self._biased or self._type.startswith("gemma"))
-        numel = vocab * hidden * (1 if tied else 2) + hidden
-        return numel + (positions * hidden + hidden if self._biased else 0)
+        linear = queries + keys + _linear(heads * values, hidden)
+        return linear + _Part(vector_numel=2 * hidden + latent), heads * (rotary + plain + values)
 
     def _number(self, *names: str, default: int | None = None) -> int:
         for name in names:

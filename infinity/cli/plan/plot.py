@@ -26,7 +26,7 @@ def draw(work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None, 
         model = transformer_of(size, seq=work.model.seq, vocab=work.model.vocab) if size != asked else work.model
         of_this_size = replace(work, model=model)
         for plan in plans_for(of_this_size, machine, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes):
-            name = plan.strategy.name + ("" if plan.strategy.runs else " (not yet)")
+            name = plan.strategy.name
             lines.setdefault(name, [])
             if plan.fits:
                 lines[name].append((size, plan.step_seconds))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,15 +11,30 @@ from rich.markup import escape
 from rich.table import Table
 
 from infinity.cli.plan.answer import Answer
-from infinity.cli.plan.figures import finite, memory_as_json, memory_table, tiers_on, tokens_per_s
-from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen, unit_of
-from infinity.cli.plan.training_config import config_for
+from infinity.cli.plan.training_config import config_for, schedule_of
 from infinity.cli.tables import table_of
-from infinity.plan.planner import RATED_DAYS, Plan
+from infinity.plan.estimate import Memory
+from infinity.plan.frozen import IN_TURNS, START_SECONDS, FrozenPlan
+from infinity.plan.machine import Machine
+from infinity.plan.planner import Plan
+from infinity.plan.work import Work
 from infinity.units import DAY_SECONDS, format_bytes, format_count, format_seconds
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
+
+_TIERS = {"device": "GPU", "host": "host", "nvme": "NVMe"}
+"""Titles of the attributes of `Memory`."""
+
+_LIMITS = {
+    "to device": "the link from host to GPU",
+    "to host": "the link from GPU to host",
+    "update": "the memory that the update reads and writes",
+}
+_FROZEN_LIMITS = {"to device": "link", IN_TURNS: "turns"}
+"""For a narrow column."""
+
+_FROZEN_TITLE = "On frozen weights in their files"
 
 _WIDTH = 1000
 """Characters that a table may take, whatever the terminal: a column that is cut short says nothing."""
@@ -28,24 +45,22 @@ _WIDTH = 1000
 def print_report(told: Answer) -> None:
     """Everything, on standard output, the verdicts first."""
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
-    plans, chosen, first = told.plans, told.chosen, told.plans[0]
-    console.print(_about(first))
-    console.print()
-    for line in verdicts(told):
-        console.print(line)
-    console.print()
+    plans, chosen, frozen = told.plans, told.chosen, told.frozen
+    machine = plans[0].machine
+    console.print(_about(plans[0]), "", *_verdicts(told), "", sep="\n")
     console.print(_table(plans, chosen))
     console.print("GPU, host and NVMe are memory of one rank; read and written are of all ranks in a step.")
-    for plan in plans:
-        for reason in plan.reasons:
-            console.print(f"{plan.strategy.name}: [yellow]does not fit[/], {escape(reason)}")
-    if not all(plan.strategy.runs for plan in plans):
-        console.print("not yet: infinity can't update in host memory what rests on a GPU; planned for comparison")
-    print_frozen(console, told.frozen, first.machine, told.lora_rank)
+    _print_reasons(console, {plan.strategy.name: plan.reasons for plan in plans})
+    console.print()
+    console.print(_frozen_table(frozen, machine))
+    _print_reasons(console, {plan.name: plan.reasons for plan in frozen})
+    console.print(*_frozen_words(told), "", sep="\n")
+    memories = {plan.name.removesuffix(" from files").removesuffix(" on files"): plan.memory for plan in frozen}
+    console.print(_memory_table(_FROZEN_TITLE, memories))
     shown = chosen or plans[-1]
     console.print()
-    console.print(memory_table(shown.strategy.name, {"bytes": shown.memory}))
-    for line in words(shown):
+    console.print(_memory_table(shown.strategy.name, {"bytes": shown.memory}))
+    for line in _words(shown):
         console.print(line)
     if shown.work.groups_per_block > 1 and chosen is not None:
         console.print(
@@ -53,12 +68,18 @@ def print_report(told: Answer) -> None:
         )
 
 
-def verdicts(told: Answer) -> list[str]:
+def _print_reasons(console: Console, reasons_of: Mapping[str, Sequence[str]]) -> None:
+    for name, reasons in reasons_of.items():
+        for reason in reasons:
+            console.print(f"{name}: [yellow]does not fit[/], {escape(reason)}")
+
+
+def _verdicts(told: Answer) -> list[str]:
     """What fits and what doesn't, a line each; and where full training doesn't, what would make it fit."""
     lines = []
     eased = f" with {' '.join(told.eased)}, which changes no number" if told.eased else ""
     if (chosen := told.chosen) is not None:
-        figures = f"{format_seconds(chosen.step_seconds)} a step, {tokens_per_s(chosen.tokens_per_s)} tokens/s"
+        figures = f"{format_seconds(chosen.step_seconds)} a step, {_rate(chosen.tokens_per_s)} tokens/s"
         lines.append(f"full training: [bold green]fits as {chosen.strategy.name}[/]{eased}: {figures}")
     else:
         reasons = "; ".join(told.plans[-1].reasons)
@@ -66,7 +87,7 @@ def verdicts(told: Answer) -> list[str]:
     for plan, name in zip(told.frozen, (f"LoRA of rank {told.lora_rank}", "generation"), strict=True):
         added = f" with {' '.join(told.frozen_eased)}" if told.frozen_eased and plan is told.frozen[0] else ""
         if plan.fits:
-            figures = f"{format_seconds(plan.seconds)} a {unit_of(plan)}, {tokens_per_s(plan.tokens_per_s)} tokens/s"
+            figures = f"{format_seconds(plan.seconds)} a {_unit_of(plan)}, {_rate(plan.tokens_per_s)} tokens/s"
             lines.append(f"{name}: [bold green]fits on frozen weights in their files[/]{added}: {figures}")
         else:
             lines.append(f"{name}: [bold red]does not fit[/]: {escape('; '.join(plan.reasons))}")
@@ -86,21 +107,33 @@ def _about(plan: Plan) -> str:
     if (experts := model.experts) is not None:
         routed = f"{experts.per_token} of {experts.count} experts in {len(experts.blocks)} blocks"
         active = f", {format_count(model.active_numel)} of them active ({routed})"
-    micro_batches = "one micro-batch a step"
-    if work.micro_batches > 1:
-        micro_batches = f"{work.micro_batches} micro-batches {'at once' if work.schedule == 'vertical' else 'a step'}"
-    recomputed = "recomputed in the backward" if work.checkpointing else "kept"
-    recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
+    spilled = work.gradient_bytes_max
+    gradients = f", gradients beyond {format_bytes(spilled)} on NVMe" if spilled is not None else ""
     return (
         f"[bold]{format_count(model.numel)} parameters[/]{active}: {model.layers} blocks, hidden size "
-        f"{model.hidden}, vocabulary {model.vocab}; {work.samples} x {model.seq} tokens a micro-batch and rank, "
-        f"{micro_batches}, activations {recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, "
+        f"{model.hidden}, vocabulary {model.vocab}; {_passing(work)}{gradients}\n[bold]{escape(machine.name)}[/]: {ranks}, "
         f"{machine.flops_per_s / 1e12:.3g} TFLOP/s each"
     )
 
 
+def _passing(work: Work) -> str:
+    """The micro-batches of a step, and their activations."""
+    micro_batches = "one micro-batch a step"
+    if work.micro_batches > 1:
+        at_once = {1: "a step", work.micro_batches: "at once"}
+        how = at_once.get(work.micro_batches_at_once, f"a step, {work.micro_batches_at_once} at once")
+        micro_batches = f"{work.micro_batches} micro-batches {how}"
+    activations = "recomputed in the backward" if work.checkpointing else "kept"
+    activations += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
+    if work.activations == "cpu" and (most := work.activation_host_bytes_max) is not None:
+        activations += f" (the first {format_bytes(most)}) and on the GPU"
+    return (
+        f"{work.samples} x {work.model.seq} tokens a micro-batch and rank, {micro_batches}, activations {activations}"
+    )
+
+
 def _table(plans: list[Plan], chosen: Plan | None) -> Table:
-    tiers = tiers_on(plans[0].machine)
+    tiers = _tiers_on(plans[0].machine)
     numbers = ("read", "written", "lower bound", "step", "tokens/s", "DWPD")
     table = table_of("strategy", "fits", *tiers.values(), *numbers, words=2)
     for plan in plans:
@@ -108,11 +141,11 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
         if plan.simulated is not None:
             ranks = plan.machine.ranks
             read, written = _short(plan.simulated.read_bytes * ranks), _short(plan.simulated.written_bytes * ranks)
-            step, tokens = format_seconds(plan.step_seconds), tokens_per_s(plan.tokens_per_s)
+            step, tokens = format_seconds(plan.step_seconds), _rate(plan.tokens_per_s)
         daily = plan.drive_writes_per_day
         table.add_row(
             plan.strategy.name,
-            "[green]yes[/]" if plan.fits and plan.strategy.runs else "not yet" if plan.fits else "[yellow]no[/]",
+            "[green]yes[/]" if plan.fits else "[yellow]no[/]",
             *(_short(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
             read,
             written,
@@ -131,15 +164,20 @@ def _short(nbytes: int) -> str:
     return f"{float(number):.{max(0, 4 - len(number.split('.')[0]) - 1)}f} {unit}" if nbytes else ""
 
 
-def words(plan: Plan) -> list[str]:
+def _words(plan: Plan) -> list[str]:
     lines = []
+    if plan.simulated is not None:
+        bound = f"{format_seconds(plan.lower_bound_seconds)} by {plan.bound}"
+        reached = plan.lower_bound_seconds / plan.step_seconds
+        per_token = f", {plan.written_bytes_per_token / 1e6:.3g} MB written per token" * plan.strategy.uses_nvme
+        lines.append(f"lower bound: {bound}, of which the step reaches {reached:.0%}")
+        lines.append(f"a billion tokens: {plan.hours_per_billion_tokens:.3g} hours{per_token}")
     for part, resource, share in plan.limits():
         lines.append(f"{part}: limited by {_LIMITS.get(resource, resource)}, busy {share:.0%} of its time")
     if plan.simulated is not None and plan.strategy.uses_nvme:
         lines.append(
             f"waiting for the drive: {format_seconds(plan.simulated.stall_seconds)} of "
-            f"{format_seconds(plan.step_seconds)} a step; "
-            f"{plan.step_seconds / plan.lower_bound_seconds:.2f} times the lower bound"
+            f"{format_seconds(plan.step_seconds)} a step"
         )
     read, written = plan.discarded_bytes
     if written and plan.simulated is not None:
@@ -153,21 +191,94 @@ def words(plan: Plan) -> list[str]:
             "updated in the forward: in the backward it would be no faster, or lack the space on NVMe for a second slot"
         )
     daily = plan.drive_writes_per_day
-    if daily == 0:
+    if daily is not None and plan.drive_days is None:
         lines.append("wear: none, since all that is written anew stays in the host cache")
-    elif daily is not None:
+    elif plan.drive_days is not None:
         lines.append(
             f"wear: {daily:.3g} drive writes per day; drives rated for 1 a day over 5 years last "
-            f"{format_seconds(RATED_DAYS * DAY_SECONDS / daily, digits=2)}"
+            f"{format_seconds(plan.drive_days * DAY_SECONDS, digits=2)}"
         )
     return lines
 
 
-_LIMITS = {
-    "to device": "the link from host to GPU",
-    "to host": "the link from GPU to host",
-    "update": "the memory that the update reads and writes",
-}
+def _frozen_table(plans: Sequence[FrozenPlan], machine: Machine) -> Table:
+    tiers = {tier: title for tier, title in _tiers_on(machine).items() if tier != "nvme"}
+    names = ("work", "fits", "per", *tiers.values(), "start", "read", "writes", "time", "tokens/s", "limit")
+    table = table_of(*names, words=3, title=_FROZEN_TITLE)
+    for plan in plans:
+        table.add_row(
+            plan.name,
+            "[green]yes[/]" if plan.fits else "[yellow]no[/]",
+            _unit_of(plan),
+            *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
+            _seconds(plan.start_seconds),
+            format_bytes(plan.read_bytes * machine.ranks),
+            "none",
+            _seconds(plan.seconds),
+            "" if math.isinf(plan.seconds) else _rate(plan.tokens_per_s),
+            "" if math.isinf(plan.seconds) else _FROZEN_LIMITS.get(plan.limit, plan.limit),
+        )
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return "" if math.isinf(seconds) else format_seconds(seconds)
+
+
+def _frozen_words(told: Answer) -> list[str]:
+    plans = told.frozen
+    trained = max(plan.trained_numel for plan in plans)
+    lines = [
+        f"adapters: rank {told.lora_rank} on all linear layers of the blocks, {format_count(trained)} parameters, in memory "
+        f"with their optimizer; {_passing(told.frozen_work)}",
+        f"start: until the first step or token, {START_SECONDS:g} s for the process and its imports (assumed) and the files "
+        "read once",
+        "what stays staged is not read again: set pinned_bytes_max to the pool that is planned; wear: none",
+    ]
+    if any(plan.per == "round" and plan.tokens > 1 for plan in plans):
+        lines.append("a round makes one token of each sequence")
+    bits = plans[0].base_bits
+    if bits < 16:
+        lines.append(
+            f"weights: {bits} bits of the blocks' matrices in files and pool, decoded where they are gathered, as fast as "
+            "memory is (assumed)"
+        )
+    if any(IN_TURNS in plan.busy for plan in plans):
+        lines.append(
+            "experts: those are read that a token of any rank is routed to, expected if all are equally likely; their router "
+            "says which, so that reading them and computing take turns"
+        )
+    return lines
+
+
+def _memory_table(title: str, memories: Mapping[str, Memory]) -> Table:
+    """The bytes of each user, with a column for each of `memories`."""
+    table = table_of("tier", "user", *memories, words=2, title=f"{title}: memory of one rank")
+    for tier, name in _TIERS.items():
+        bytes_of = [getattr(memory, tier) for memory in memories.values()]
+        users = dict.fromkeys(user for lines in bytes_of for user in lines)
+        for number, user in enumerate(users):
+            cells = (format_bytes(lines[user]) if user in lines else "" for lines in bytes_of)
+            table.add_row("" if number else name, user, *cells)
+        if users:
+            sums = (f"[bold]{format_bytes(sum(lines.values()))}[/]" for lines in bytes_of)
+            table.add_row("", "[bold]sum[/]", *sums, end_section=True)
+    return table
+
+
+def _tiers_on(machine: Machine) -> dict[str, str]:
+    """Those that the machine has: no GPU where it computes on its CPU."""
+    return {tier: title for tier, title in _TIERS.items() if tier != "device" or not machine.device_is_host}
+
+
+def _rate(tokens_per_s: float) -> str:
+    """Such as "154" or "12.3k"."""
+    return f"{tokens_per_s:.3g}" if tokens_per_s < 1000 else format_count(tokens_per_s)
+
+
+def _unit_of(plan: FrozenPlan) -> str:
+    """What its seconds and bytes are of; a round of one sequence makes one token."""
+    return "token" if plan.per == "round" and plan.tokens == 1 else plan.per
 
 
 # --- For programs ---
@@ -190,28 +301,27 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
             "seq": model.seq,
             "active_params": model.active_numel,
             "experts": experts
-            and {
-                "count": experts.count,
-                "per_token": experts.per_token,
-                "blocks": len(experts.blocks),
-            },
+            and {"count": experts.count, "per_token": experts.per_token, "blocks": len(experts.blocks)},
         },
         "machine": {
             "name": machine.name,
             "nodes": machine.nodes,
             "ranks_per_node": machine.ranks_per_node,
-            **{name: finite(getattr(machine, name)) for name in _RATES},
+            **{name: _finite(getattr(machine, name)) for name in _RATES},
             "read_bytes_per_s": drive.read_bytes_per_s if drive else None,
             "write_bytes_per_s": drive.write_bytes_per_s if drive else None,
             "mixed_bytes_per_s": sum(mixed) if mixed else None,
         },
         "batch": work.samples,
         "accumulation": work.micro_batches,
-        "schedule": work.schedule,
+        "micro_batches_at_once": work.micro_batches_at_once,
+        "schedule": "vertical" if schedule_of(work) == "vertical" else "horizontal",
         "checkpointing": work.checkpointing,
         "groups_per_block": work.groups_per_block,
         "offload_activations": work.activations,
+        "activation_host_bytes_max": work.activation_host_bytes_max,
         "activation_buffer_bytes": work.activation_buffer_bytes,
+        "gradient_bytes_max": work.gradient_bytes_max,
         "clipping": work.clipping,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
@@ -226,7 +336,12 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
         "strategies": [_plan_as_json(plan) for plan in plans],
         "lora_rank": told.lora_rank,
         "lora_eased": list(told.frozen_eased),
-        "frozen": [frozen_as_json(plan) for plan in told.frozen],
+        "lora_micro_batches": {
+            "batch": told.frozen_work.samples,
+            "accumulation": told.frozen_work.micro_batches,
+            "at_once": told.frozen_work.micro_batches_at_once,
+        },
+        "frozen": [_frozen_as_json(plan) for plan in told.frozen],
     }
 
 
@@ -249,12 +364,11 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "stage": plan.strategy.stage,
         "offload_param": plan.strategy.parameters,
         "offload_optimizer": plan.strategy.optimizer,
-        "runs": plan.strategy.runs,
         "fits": plan.fits,
         "update": plan.strategy.update_of(plan.work.scheme),
         "speculative": plan.discarded_bytes[1] > 0,
         "reasons": list(plan.reasons),
-        "memory_bytes_per_rank": memory_as_json(plan.memory),
+        "memory_bytes_per_rank": _memory_as_json(plan.memory),
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
@@ -277,6 +391,41 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
             "discarded_read_bytes_per_rank": plan.discarded_bytes[0],
             "discarded_written_bytes_per_rank": plan.discarded_bytes[1],
             "drive_writes_per_day": plan.drive_writes_per_day,
+            "drive_days": plan.drive_days,
+            "bound": plan.bound,
+            "hours_per_billion_tokens": plan.hours_per_billion_tokens,
+            "written_bytes_per_token": plan.written_bytes_per_token,
             "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
         }
     return result
+
+
+def _frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
+    """One work; docs/plan.md lists the keys."""
+    return {
+        "name": plan.name,
+        "per": plan.per,
+        "base_bits": plan.base_bits,
+        "fits": plan.fits,
+        "reasons": list(plan.reasons),
+        "memory_bytes_per_rank": _memory_as_json(plan.memory),
+        "pinned_bytes": plan.pinned_bytes,
+        "trained_params": plan.trained_numel,
+        "tokens": plan.tokens,
+        "start_seconds": _finite(plan.start_seconds),
+        "seconds": _finite(plan.seconds),
+        "tokens_per_s": plan.tokens_per_s,
+        "read_bytes_per_rank": round(plan.read_bytes),
+        "written_bytes_per_rank": 0,
+        "busy_seconds": {resource: _finite(seconds) for resource, seconds in plan.busy.items()},
+        "limit": plan.limit,
+    }
+
+
+def _memory_as_json(memory: Memory) -> dict[str, dict[str, int]]:
+    return {tier: getattr(memory, tier) for tier in _TIERS}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return None if math.isinf(value) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infinity.plan.planner import Plan
+from infinity.plan.work import Work
 from infinity.schedule.scheme import MOMENT_BYTES, MOMENT_BYTES_OF
 
 
@@ -39,15 +40,26 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
             options["update"] = strategy.update_of(work.scheme)
         if work.gradient_bytes_max is not None:
             options["gradient_bytes_max"] = work.gradient_bytes_max
-    if work.schedule == "vertical":
-        options["schedule"] = work.schedule
+    if schedule := schedule_of(work):
+        options["schedule"] = schedule
+    elif work.micro_batches > 1:
+        options["micro_batches_at_once"] = work.micro_batches_at_once
     if work.activations != "none":
         options["offload_activations"] = {"device": work.activations}
+    if work.activations == "cpu" and work.activation_host_bytes_max is not None:
+        options["offload_activations"]["host_bytes_max"] = work.activation_host_bytes_max
     if work.activations == "nvme":
         options["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
     if work.durable:
         options["durability"] = "step"
     return config | ({"infinity": options} if options else {})
+
+
+def schedule_of(work: Work) -> str | None:
+    """The value of infinity.schedule for the work; None if it needs none, or if some of the micro-batches pass at once."""
+    if work.micro_batches == 1:
+        return None
+    return {1: "horizontal", work.micro_batches: "vertical"}.get(work.micro_batches_at_once)
 
 
 _MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-4, "weight_decay": 0.1}}

@@ -1,0 +1,250 @@
+"""The fastest way to take a step of so many tokens: its micro-batches, and where activations and gradients wait for their use.
+
+[Note: The search]
+Each shape of a step (samples of a micro-batch, how many of these at once, recomputed or not) is tried with each strategy.
+Memory decides the rest: activations stay on the device, and gradients in host memory, as far as there is room. A way that
+doesn't fit is left out before anything is simulated. Those that fit are simulated in the order of an estimate, until the next
+estimate is no shorter than the shortest step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from infinity.errors import BudgetError
+from infinity.plan.estimate import HostCache, Pipeline, bytes_of_step, memory_of, pipeline_of, updated_in_backward
+from infinity.plan.frozen import frozen_plans
+from infinity.plan.machine import Machine
+from infinity.plan.planner import AS_FAST, USABLE, place, rates_of, share_needed, strategies_on, updated_late
+from infinity.plan.program import step_of
+from infinity.plan.simulator import simulate
+from infinity.plan.strategy import Strategy
+from infinity.plan.work import Work
+from infinity.schedule.scheme import Scheme, choose_update
+
+SIMULATED_MAX = 8
+"""Steps that a search simulates at most; a few are enough as a rule."""
+
+HELD_SHARE = 0.8
+"""Of gradients with a bound. The others are updated before their next forward: see [Note: Balance of the passes] in
+schedule/scheme.py."""
+
+
+def fastest_work(
+    asked: Work,
+    machine: Machine,
+    *,
+    sequences: int,
+    left_open: Collection[str],
+    pinned_bytes: int | None = None,
+    cache_bytes: int | None = None,
+) -> Work:
+    """The work with the fastest step that fits; where none fits, the one that lacks the smallest share of a memory.
+
+    Args:
+        asked: a step as it was asked for. For `pinned_bytes` and `cache_bytes` see `planner.plan_step`.
+        sequences: of a step on one rank.
+        left_open: the attributes of `Work` to be found, of "samples", "micro_batches_at_once", "checkpointing", "activations"
+            and "gradient_bytes_max".
+    """
+    ways: list[_Way] = []
+    nearest, least_share = asked, math.inf
+    for shape in _shapes(asked, sequences, left_open):
+        for strategy in strategies_on(machine):
+            for work in _placed(shape, machine, strategy, left_open, pinned_bytes):
+                # What a cache holds is not updated speculatively.
+                nbytes = 0 if cache_bytes is None and work.scheme.speculative else cache_bytes
+                pipeline, cache, memory, reasons = place(work, machine, strategy, pinned_bytes, nbytes)
+                if not reasons:
+                    ways.append(_Way(work, machine, strategy, pipeline, cache))
+                elif (share := share_needed(memory, machine)) < least_share:
+                    nearest, least_share = work, share
+    found = _fastest(ways) or nearest
+    return replace(found, scheme=_scheme_of(asked, found.passes), unasked=asked.unasked)
+
+
+def fastest_lora_work(asked: Work, machine: Machine, *, sequences: int, left_open: Collection[str], **how: Any) -> Work:
+    """The same for the training of adapters on frozen weights, which needs no memory for state and writes nothing. `how`: the
+    other arguments of `frozen.frozen_plans`."""
+    found, least, fitting = asked, (True, math.inf), set()
+    for shape in _shapes(asked, sequences, left_open):
+        for activations in ("none", "cpu") if "activations" in left_open else (asked.activations,):
+            way = shape.samples, shape.checkpointing, activations
+            if way in fitting:  # fewer at once would read more
+                continue
+            work = replace(shape, activations=activations, unasked=asked.unasked)
+            plan, _ = frozen_plans(work, machine, **how)
+            rank = not plan.fits, plan.seconds if plan.fits else share_needed(plan.memory, machine)
+            if plan.fits:
+                fitting.add(way)
+            if rank < least:
+                found, least = work, rank
+    return found
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A step that fits."""
+
+    work: Work
+    machine: Machine
+    strategy: Strategy
+    pipeline: Pipeline
+    cache: HostCache
+
+    @property
+    def elsewhere(self) -> int:
+        """Saved activations that leave the device in a pass."""
+        return sum(self.work.saved_elsewhere(device_is_host=self.machine.device_is_host))
+
+    def estimated_seconds(self) -> float:
+        """Of the step, if all of a pass overlaps, and no pass with another."""
+        work, machine, strategy = self.work, self.machine, self.strategy
+        uses = 2 * len(work.group_shards) * work.micro_batches
+        computing = (work.flops / machine.flops_per_s + uses * machine.group_seconds) / work.passes
+        copying = self.elsewhere / machine.link_bytes_per_s
+        if not strategy.uses_nvme:
+            return work.passes * max(computing, copying)
+        drive, _ = rates_of(machine, strategy)
+        # State moves in the first forward, in the last backward, and in the step; all else alike in every pass.
+        compute, other = (math.ceil(nbytes * work.shard_numel) for nbytes in strategy.stored_bytes(work.scheme))
+        state_read, state_written = other - sum(self.cache.other_state), compute + other - self.cache.nbytes
+        plain_read, plain_written = bytes_of_step(work, strategy)
+        read = max(0, plain_read - other - sum(self.cache.compute)) / work.passes
+        written = max(0, plain_written - other - compute) / work.passes
+        early = sum(updated_in_backward(work, strategy, self.cache)) / work.shard_numel
+        in_step = strategy.update_of(work.scheme) == "step"
+        forward = computing / (4 if work.checkpointing else 3)
+
+        def seconds(busy: float, *, state: float, passing: float) -> float:
+            """Of a part of the step, with these shares of the state, and of what moves in every pass."""
+            moving = drive.lower_bound_seconds(
+                passing * read + state * state_read, passing * written + state * state_written
+            )
+            return max(busy, copying if passing else 0.0, moving)
+
+        return (
+            seconds(forward, state=0 if in_step else 1 - early, passing=0.5)
+            + (work.passes - 1) * seconds(computing, state=0, passing=1)
+            + seconds(computing - forward, state=0 if in_step else early, passing=0.5)
+            + seconds(0, state=1 if in_step else 0, passing=0)
+        )
+
+
+def _fastest(ways: list[_Way]) -> Work | None:
+    best, best_seconds, simulated = None, math.inf, 0
+    estimates = [way.estimated_seconds() for way in ways]
+
+    def rank(number: int) -> tuple[int, int, int]:
+        """Of estimates that are as fast, the way comes first that writes less, and of these the one that moves less."""
+        way = ways[number]
+        written = bytes_of_step(way.work, way.strategy)[1] - way.cache.nbytes
+        return math.floor(math.log(estimates[number], AS_FAST)), written, way.elsewhere
+
+    for number in sorted(range(len(ways)), key=rank):
+        if AS_FAST * estimates[number] >= best_seconds or simulated == SIMULATED_MAX:
+            break
+        way = ways[number]
+        step = step_of(way.work, way.machine, way.strategy, way.pipeline, way.cache)
+        simulated += 1
+        try:
+            seconds = simulate(step, *rates_of(way.machine, way.strategy)).seconds
+        except BudgetError:
+            continue
+        if seconds < best_seconds:
+            best, best_seconds = way.work, seconds
+    return best
+
+
+def _scheme_of(asked: Work, passes: int) -> Scheme:
+    scheme = asked.scheme
+    update, speculative = choose_update(
+        scheme.update,
+        clipping=asked.clipping,
+        accumulation=passes,
+        loss_scaling=False,
+        collective=scheme.collective,
+    )
+    return replace(scheme, update=update, speculative=speculative)
+
+
+def _shapes(asked: Work, sequences: int, left_open: Collection[str]) -> Iterator[Work]:
+    """The ways to cut a step into micro-batches, and to let these pass, the most at once first."""
+    recomputed = (False, True) if "checkpointing" in left_open else (asked.checkpointing,)
+    for samples in _divisors(sequences) if "samples" in left_open else [asked.samples]:
+        count = sequences // samples
+        at_once = _divisors(count)[::-1]
+        if "micro_batches_at_once" not in left_open:
+            at_once = [passing for passing in at_once if passing == asked.micro_batches_at_once]
+        for passing, checkpointing in product(at_once, recomputed):
+            yield replace(
+                asked,
+                samples=samples,
+                micro_batches=count,
+                micro_batches_at_once=passing,
+                checkpointing=checkpointing,
+                scheme=_scheme_of(asked, count // passing),
+                unasked=False,
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _placed(
+    shape: Work, machine: Machine, strategy: Strategy, left_open: Collection[str], pinned_bytes: int | None
+) -> Iterator[Work]:
+    """The shape with activations and gradients where memory has room for them; with speculative updates, and without."""
+    for timed in dict.fromkeys((shape, updated_late(shape) if strategy.parameters == "nvme" else shape)):
+        for work in _with_activations(timed, machine, strategy) if "activations" in left_open else [timed]:
+            waits = strategy.parameters == "nvme" and "gradient_bytes_max" in left_open
+            yield from _with_gradients(work, machine, strategy, pinned_bytes) if waits else [work]
+
+
+def _with_activations(work: Work, machine: Machine, strategy: Strategy) -> Iterator[Work]:
+    """All of them on the device; or what it has no room for in host memory; or on NVMe."""
+
+    def room_left(work: Work) -> float:
+        return (
+            USABLE * machine.device_bytes - memory_of(work, strategy, pinned_bytes=0, device_is_host=False).device_bytes
+        )
+
+    work = replace(work, activations="none")
+    if machine.device_is_host or room_left(work) >= 0:
+        yield work
+    else:
+        moved = replace(work, activations="cpu")
+        tensor = work.saved_tensor_bytes
+        staying = max(0, int(room_left(moved)) // tensor * tensor)
+        yield replace(moved, activation_host_bytes_max=max(0, sum(work.saved_bytes) - staying))
+    if strategy.uses_nvme and not work.durable and (machine.device_is_host or room_left(work) < 0):
+        yield replace(work, activations="nvme")
+
+
+def _with_gradients(work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None) -> Iterator[Work]:
+    """All that wait in host memory; or as many as it has room for, with speculative updates a share that keeps the passes even;
+    or none."""
+    host_bytes = machine.host_bytes / machine.ranks_per_node
+    spilled = replace(work, gradient_bytes_max=0)
+
+    def room_left(work: Work) -> float:
+        pool_bytes = pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=None).pinned_bytes
+        memory = memory_of(spilled, strategy, pinned_bytes=pool_bytes, device_is_host=machine.device_is_host)
+        return USABLE * host_bytes - memory.host_bytes
+
+    waiting = work.gradient_itemsize * work.gradients_that_wait(strategy)
+    if room_left(work) >= waiting:
+        yield work
+    elif strategy.all_gradients_wait(work.scheme):
+        bound = HELD_SHARE * waiting
+        while 0 < bound and (room := room_left(replace(work, gradient_bytes_max=int(bound)))) < bound:
+            bound = room  # for which the pool may be larger
+        if bound > 0:
+            yield replace(work, gradient_bytes_max=int(bound))
+    if not work.scheme.speculative or room_left(spilled) < 0:
+        yield spilled
