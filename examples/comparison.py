@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import infinity
-from infinity.cli.plain_torch import PlainStep, PlainTorch, plain_torch
+from infinity.cli.plain_torch import PlainStep, PlainTorch, plain_process
 from infinity.plan.transformer import dense_transformer
 
 TIMES = 5
@@ -54,14 +54,14 @@ class Comparison:
         self._stack = contextlib.ExitStack()
         samples = engine.train_micro_batch_size_per_gpu()
         sizes = {"layers": shape.layers, "hidden": shape.hidden_size, "heads": shape.heads, "seq": shape.context}
-        self._start = functools.partial(
-            plain_torch,
+        self._report = report
+        self._process = functools.partial(
+            plain_process,
             functools.partial(make_training, shape, samples),
             shape=dense_transformer(**sizes, vocab=VOCABULARY),
             samples=samples,
             clipping=engine.gradient_clipping(),
             micro_batches=engine.gradient_accumulation_steps(),
-            report=report,
         )
 
     def step_after(self, number: int) -> bool:
@@ -69,10 +69,9 @@ class Comparison:
         if not self._goes_on or number % self._every:
             return False
         if self._plain is None:  # only now, when the training holds all the memory that it takes
-            self._plain = self._stack.enter_context(self._start())
-        if self._plain is not None:
-            self._plain.step()  # beside the training's last writes: not counted
-        step = self._plain.step() if self._plain is not None else None
+            self._plain = PlainTorch(self._stack.enter_context(self._process()), self._report)
+        self._plain.step()  # during the training's last writes: not counted
+        step = self._plain.step()
         if step is None:
             self._goes_on = False
             self._steps.clear()

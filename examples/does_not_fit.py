@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_limit import MemoryLimit, memory_limit
 from rich.console import Console
 from rich.table import Table
 
+from infinity.cli.memory_limit import MemoryLimit, memory_limit
 from infinity.device import cpu_multiplies_fast_in
+from infinity.errors import InfinityError
 from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
 STATE_BYTES = 12
 """Per parameter on the drive: compute parameter, remainder, two moments."""
+WRITTEN_TWICE = 1.1
+"""More than so many times the state written in a step: some of it twice."""
 IN_MEMORY_BYTES = 18
 """Per parameter of plain PyTorch: the bf16 model, and in fp32 the master, its gradient, two moments."""
 
@@ -70,9 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         f"in {args.nvme_path}; then the same is tried in memory. About {1 + 4 * args.numel / 1e9:.0f} minutes on two cores."
     )
     with memory_limit(args.limit_bytes) as limit, tempfile.TemporaryDirectory() as scratch:
-        if limit is None:
-            console.print("this system lets us set no limit: the steps run without one", style="yellow")
-            limit = MemoryLimit("none: this system lets us set no limit")
         console.rule(f"{args.params} parameters, {args.steps} steps within {args.limit} ({limit.in_words})")
         result = Path(scratch, "result.json")
         status = limit.run(training(args, *memory_of(args), "--json", result))
@@ -82,10 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         summary = json.loads(result.read_text())
         console.rule(f"the same held in memory, within the same {args.limit}")
         began = time.perf_counter()
-        in_memory = limit.run(training(args, "--in-memory")) if limit.enter or limit.command else None
+        in_memory = limit.run(training(args, "--in-memory"))
         if in_memory in (130, -signal.SIGINT):
             return 130
-        summary["in_memory_ended"] = None if in_memory is None else in_words(in_memory)
+        summary["in_memory_ended"] = in_words(in_memory)
         summary["in_memory_ended_seconds"] = time.perf_counter() - began
     show(console, args, limit, summary)
     if args.json:
@@ -129,7 +129,7 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
     table.add_row(
         f"{len(losses)} steps",
         f"{summary['step_seconds']:.1f} s each, losses {', '.join(f'{loss:.3f}' for loss in losses)}",
-        "not tried" if ended is None else f"ended {ended} after {summary['in_memory_ended_seconds']:.0f} s",
+        f"ended {ended} after {summary['in_memory_ended_seconds']:.0f} s",
     )
     moved = summary["read_bytes_per_param"], summary["written_bytes_per_param"]
     table.add_row("moved per parameter", f"{moved[0]:.1f} B read, {moved[1]:.1f} B written a step", "–")
@@ -144,14 +144,19 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
             f"most gradients, {gradient_bytes // summary['params']} B per parameter, are written and read again, as "
             f"{args.limit} have no room for them"
         )
+    if moved[1] > WRITTEN_TWICE * STATE_BYTES:
+        reasons.append(
+            "these first steps are clipped, so what the backward updated ahead of them is discarded and updated again: later "
+            "steps of a run move less"
+        )
     if reasons:
         console.print(f"A step in bf16 whose gradients stay in memory reads 14 B. Here {'; and '.join(reasons)}.")
     console.print()
-    if ended is not None and ended != "well":
+    if ended != "well":
         console.print(
             f"In memory, within {args.limit}: ended {ended}, after {summary['in_memory_ended_seconds']:.0f} s."
         )
-    elif ended == "well":
+    else:
         console.print(f"In memory, the same fits within {args.limit}: ask for more --params.")
     console.print(
         f"With infinity, within {args.limit}: {len(losses)} steps, in {format_bytes(summary['peak_rss_bytes'])} at most.",
@@ -164,4 +169,7 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InfinityError as error:
+        sys.exit(str(error))

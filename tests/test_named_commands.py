@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,10 @@ def in_bench(command: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command of infinity-bench with short measurements, and with the drive under `path`."""
     effort = dataclasses.replace(sweep_run.QUICK, grid_depths=(8,), steps=1, trial_seconds=0.02, round_seconds=0.02)
     monkeypatch.setattr(sweep_run, "QUICK", effort)
-    for name, value in {"_NUMEL_MIN": 1 << 18, "_STEPS": 2, "_DRIVE_FILE_BYTES": 16 * MIB, "_COPY_BYTES": MIB}.items():
+    for name, value in {"_NUMEL_MIN": 1 << 18, "_STEPS": 2, "_COPY_BYTES": MIB}.items():
         monkeypatch.setattr(here, name, value)
     monkeypatch.setattr(here, "_FLOPS_MAX", {"cpu": 1e8, "cuda": 1e8})
-    monkeypatch.setattr(here, "_DRIVE_SECONDS", 0.02)
+    monkeypatch.setattr(here, "measure_drive", partial(here.measure_drive, nbytes=16 * MIB))
     _, *words = command.replace("/local_nvme", str(path)).split()
     assert bench.main(words) in (0, 1)
 

@@ -103,9 +103,9 @@ def check_file(file: str | Path | None, prefix: str = "") -> None:
         path.unlink()
 
 
-def add_path(parser: argparse._ActionsContainer, help: str, *, nargs: str = "?") -> None:
-    """Add PATH, the folder on a drive, as every command of `infinity-bench` takes it."""
-    parser.add_argument("path" if nargs == "?" else "paths", nargs=nargs, type=named_path, metavar="PATH", help=help)
+def add_path(parser: argparse._ActionsContainer, help: str) -> None:
+    """Add PATH, the folder on a drive, as the commands of `infinity-bench` take it."""
+    parser.add_argument("path", nargs="?", type=named_path, metavar="PATH", help=help)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:

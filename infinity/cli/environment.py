@@ -92,12 +92,16 @@ class HugePages:
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
+    try:
+        distribution = platform.freedesktop_os_release().get("PRETTY_NAME")
+    except OSError:
+        distribution = None
     memory = machine_memory(root)
     limit = min(control_group_limits(root), key=lambda limit: limit.limit_bytes, default=None)
     return Machine(
         kernel=platform.release(),
         architecture=platform.machine(),
-        distribution=_distribution(),
+        distribution=distribution,
         cpus=len(os.sched_getaffinity(0)),
         cpus_online=os.cpu_count(),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
@@ -111,7 +115,8 @@ def read_machine(root: Path = _ROOT) -> Machine:
 
 
 def read_container(root: Path = _ROOT) -> Container:
-    status = _colon_table(root / "proc/self/status")
+    pairs = (line.partition(":") for line in (text_of(root / "proc/self/status") or "").splitlines())
+    status = {name: value.strip() for name, _, value in pairs}
     users = (text_of(root / "proc/self/uid_map") or "").split()
     inside = users != _ALL_USERS if users else None
     capabilities = int(status["CapEff"], 16) if "CapEff" in status else None
@@ -160,13 +165,6 @@ def read_huge_pages(root: Path = _ROOT) -> HugePages:
     )
 
 
-def _distribution() -> str | None:
-    try:
-        return platform.freedesktop_os_release().get("PRETTY_NAME")
-    except OSError:
-        return None
-
-
 def _container_kind(root: Path) -> str | None:
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
@@ -183,8 +181,3 @@ def _container_kind(root: Path) -> str | None:
 def _rlimit(resource_id: int) -> tuple[int | None, int | None]:
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource_id))
     return soft, hard
-
-
-def _colon_table(file: Path) -> dict[str, str]:
-    pairs = (line.split(":", 1) for line in (text_of(file) or "").splitlines() if ":" in line)
-    return {name.strip(): value.strip() for name, value in pairs}

@@ -125,6 +125,7 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
 def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tuple[str, list[str]]]:
     """The name of each host, and what is to be started here for it."""
     exported, rendezvous = _exported(options.env), _rendezvous(options, hosts)
+    here = (*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0])
     folder = options.workdir or str(Path.cwd())
     refused = f"infinity-run: cannot enter {folder}: make it on this host, or name another with --workdir"
     enter = f"cd {shlex.quote(folder)} || {{ echo {shlex.quote(refused)} >&2; exit 1; }}"
@@ -134,7 +135,7 @@ def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tu
         program += [*rendezvous, f"--node-rank={rank}", f"--nproc-per-node={host.ranks}"]
         program += [*(["--module"] if options.module else []), *options.command]
         line = f"{enter}; exec {shlex.join(program)}"
-        yield host.name, ["sh", "-c", line] if _is_here(host.name) else [*_ssh(options), host.name, line]
+        yield host.name, ["sh", "-c", line] if host.name in here else [*_ssh(options), host.name, line]
 
 
 def _exported(asked: Sequence[str]) -> list[str]:
@@ -156,10 +157,6 @@ def _rendezvous(options: argparse.Namespace, hosts: Sequence[Host]) -> list[str]
     if first in _LOOPBACK and not options.master_addr and len(hosts) > 1:
         raise ConfigError(f"the other hosts can't reach the first one as {first}: give its address with --master-addr")
     return [f"--nnodes={len(hosts)}", f"--master-addr={first}", f"--master-port={options.master_port or _PORT}"]
-
-
-def _is_here(name: str) -> bool:
-    return name in (*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0])
 
 
 def _ssh(options: argparse.Namespace) -> list[str]:
@@ -199,23 +196,19 @@ def _run_until_failure(commands: Mapping[str, Sequence[str]]) -> tuple[str, int]
                 if source is not None:
                     copiers.append(threading.Thread(target=_copy, args=(source, target, f"{name}: "), daemon=True))
                     copiers[-1].start()
-        return _first_failure(processes)
+        while True:
+            statuses = {name: process.poll() for name, process in processes.items()}
+            for name, status in statuses.items():
+                if status:
+                    return name, status if status > 0 else 128 - status
+            if None not in statuses.values():
+                return None
+            time.sleep(_POLL_SECONDS)
     finally:
         with signals_held():
             _end([*processes.values()])
             for copier in copiers:
                 copier.join(timeout=1)
-
-
-def _first_failure(processes: Mapping[str, subprocess.Popen[str]]) -> tuple[str, int] | None:
-    while True:
-        statuses = {name: process.poll() for name, process in processes.items()}
-        for name, status in statuses.items():
-            if status:
-                return name, status if status > 0 else 128 - status
-        if None not in statuses.values():
-            return None
-        time.sleep(_POLL_SECONDS)
 
 
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:

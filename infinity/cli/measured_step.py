@@ -13,22 +13,29 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import resource
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import infinity
-from infinity.cli.plain_torch import PlainStep, Usage, plain_torch
+from infinity.cli.plain_torch import PlainStep, PlainTorch, Usage, peak_rss_bytes, plain_process
 from infinity.cli.plan.here import measure_machine
+from infinity.cli.program import without_interrupts
 from infinity.cli.synthetic import Transformer, make_training, shape_for, tokens
 from infinity.cli.training import work_from
 from infinity.drive.choice import choose_storage
 from infinity.drive.measure import DriveTest, Workload
+from infinity.errors import InfinityError
+from infinity.plan.machine import Machine
 from infinity.plan.planner import plan_step
 from infinity.plan.strategy import STRATEGIES
 from infinity.plan.transformer import Transformer as Shape
@@ -62,21 +69,37 @@ class Round:
         return f"{self.step['seconds']:.2f} s{plain}"
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
-    """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken)."""
-    # Progress goes to stderr where stdout is for the JSON.
+def plain_process_of(options: argparse.Namespace) -> contextlib.AbstractContextManager[Connection]:
+    """Start plain PyTorch's process for the model of these options."""
+    shape = shape_for(options.params, seq=options.seq)
+    return plain_process(
+        functools.partial(make_training, shape, options.batch_size),
+        shape=shape,
+        samples=options.batch_size,
+        clipping=options.clipping,
+        micro_batches=options.accumulation,
+        optimizer=options.optimizer,
+    )
+
+
+def measure(options: argparse.Namespace, plain_orders: Connection) -> tuple[dict[str, Any], TraceSummary | None]:
+    """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken).
+
+    plain_orders: the connection of `plain_process_of`.
+    """
+    # Progress goes to stderr if stdout is for the JSON.
     show = functools.partial(print, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
     shape = shape_for(options.params, seq=options.seq)
     make_writable(options.path)
     # Before the steps, so that it is a prediction.
-    machine = measure_machine(options.path, shape, samples=options.batch_size, report=show)
+    machine = _measure_machine(options, shape, show)
     work = work_from(options, shape, checkpointing=False)
     with _make_engine(options, shape) as engine:
         show(f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         for number in range(options.warmup):
             step = _step(engine, options)
             show(f"warming up, step {number + 1} of {options.warmup}: {step['seconds']:.2f} s")
-        rounds = _rounds(engine, options, shape, show)
+        rounds = _rounds(engine, options, PlainTorch(plain_orders, show), show)
         traced = None
         if options.trace is not None:
             engine.start_trace()
@@ -102,41 +125,51 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         "moments_dtype": options.moments_dtype,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
+        "memory_limit_bytes": options.memory_limit,
         **summarize(rounds, planned_bytes=planned_bytes, numel=numel, backend=backend),
         "predicted_seconds": plan.simulated.seconds if plan.simulated is not None else None,
         "pinned_bytes": stats.pinned_bytes,
         "cache_bytes": stats.cached_bytes,
         "arena_bytes": stats.arena_bytes,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss_bytes(),
         "trace": dataclasses.asdict(traced) if traced is not None else None,
     }, traced
 
 
+def _measure_machine(options: argparse.Namespace, shape: Shape, show: Callable[[str], None]) -> Machine:
+    """`measure_machine` in a process of its own: what its heap keeps would count against --memory-limit."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with without_interrupts():
+            measured = pool.submit(_machine_and_lines, options.path, shape, options.batch_size)
+        try:
+            machine, lines = measured.result()
+        except BrokenProcessPool:
+            raise InfinityError(
+                "the process that measured this machine was ended, by the kernel if memory ran out: raise --memory-limit"
+            ) from None
+    for line in lines:
+        show(line)
+    return machine
+
+
+def _machine_and_lines(path: Path, shape: Shape, samples: int) -> tuple[Machine, list[str]]:
+    lines: list[str] = []
+    return measure_machine(path, shape, samples=samples, report=lines.append), lines
+
+
 def _rounds(
-    engine: infinity.Engine, options: argparse.Namespace, shape: Shape, show: Callable[[str], None]
+    engine: infinity.Engine, options: argparse.Namespace, plain: PlainTorch, show: Callable[[str], None]
 ) -> list[Round]:
     """The steps that count, each with one of plain PyTorch and a trial of the drive, driven as the engine drives it."""
     rounds = []
     io = choose_storage(engine.config).io
-    with contextlib.ExitStack() as stack:
-        drive = stack.enter_context(DriveTest(options.path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES))
+    with DriveTest(options.path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES) as drive:
         drive.fill()
-        in_memory = plain_torch(
-            functools.partial(make_training, shape, options.batch_size),
-            shape=shape,
-            samples=options.batch_size,
-            clipping=options.clipping,
-            micro_batches=options.accumulation,
-            optimizer=options.optimizer,
-            report=show,
-        )
-        plain = stack.enter_context(in_memory)
-        if plain is not None:
-            for _ in range(options.warmup):
-                plain.step()
+        for _ in range(options.warmup):
+            plain.step()
         for number in range(options.steps):
             step = _step(engine, options)
-            plain_step = plain.step() if plain is not None else None
+            plain_step = plain.step()
             rates = {workload: drive.run(workload, io, _DRIVE_SECONDS).bytes_per_s for workload in Workload}
             rounds.append(Round(step, plain_step, rates))
             show(f"round {number + 1} of {options.steps}: {rounds[-1].in_words()}")

@@ -1,7 +1,7 @@
 """Plain PyTorch held in memory: what a user would run who has the memory, and what a measured step is held to.
 
-`PlainTraining` is the training: a bf16 model, fp32 masters, torch's optimizer (the fused one), no FSDP2. `PlainTorch` takes its
-steps in a process of its own, so that neither side has the other's heap, threads or page faults. Used by one thread.
+`PlainTraining` is the training: a bf16 model, fp32 masters, torch's optimizer (the fused one), no FSDP2. `plain_process` runs
+it in a process of its own, so that neither side has the other's heap, threads, page faults or limit of memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import re
 import resource
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from infinity.cli.program import without_interrupts
 from infinity.host_memory import available_bytes
 from infinity.kernel_files import text_of
 from infinity.optim.muon import MuonAdamW, is_for_muon
@@ -144,29 +144,14 @@ class PlainStep:
 
 
 class PlainTorch:
-    """Steps of plain PyTorch in a process of its own. Close it, or use it in a `with`.
+    """Takes steps of plain PyTorch in the process at the other end of `orders`. Used by one thread.
 
-    Where a step is None, the process ended: `report` was told why, in a line.
+    If a step is None, that process can't take it, or has ended: `report` was told why, in a line.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        *,
-        clipping: float,
-        micro_batches: int,
-        report: Callable[[str], None],
-        optimizer: str = "AdamW",
-    ) -> None:
-        spawn = multiprocessing.get_context("spawn")  # a forked one would inherit OpenMP's threads as dead
+    def __init__(self, orders: Connection, report: Callable[[str], None]) -> None:
+        self._orders = orders
         self._report = report
-        self._orders, orders = spawn.Pipe()
-        arguments = (orders, make, clipping, micro_batches, optimizer, torch.get_num_threads())
-        self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        orders.close()
 
     def step(self) -> PlainStep | None:
         """Take a step; what it took."""
@@ -176,30 +161,16 @@ class PlainTorch:
             self._orders.send(None)
             answer = self._orders.recv()
         except (EOFError, OSError):
-            self._process.join()
-            answer = f"its process ended with status {self._process.exitcode}"
+            answer = "its process has ended; the kernel ends it first if memory runs out"
         if isinstance(answer, PlainStep):
             return answer
-        self.close()
+        self._orders.close()
         self._report(f"plain PyTorch in memory is left out: {answer}")
         return None
 
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        self._orders.close()
-        self._process.kill()
-        self._process.join()
-
-    def __enter__(self) -> PlainTorch:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def why_not(shape: Shape, samples: int) -> str | None:
-    """Why plain PyTorch can't train a model of this `shape`, `samples` at a time, in the memory that is left here, in a line;
-    None where it can."""
+    """Why the memory that is left can't hold plain PyTorch's training of this `shape`, `samples` at a time; None if it can."""
     needed = STATE_BYTES * shape.numel + shape.activation_bytes(samples, shape.layers) + shape.logits_bytes(samples)
     device = compute_device()
     if device.type == "cuda":
@@ -208,33 +179,32 @@ def why_not(shape: Shape, samples: int) -> str | None:
         needed, available = needed + PROCESS_BYTES, available_bytes()
     if available is None or needed <= available:
         return None
-    return (
-        f"plain PyTorch in memory is left out: it takes {format_bytes(needed)} for this model, and {format_bytes(available)} "
-        "are available"
-    )
+    return f"it takes {format_bytes(needed)} for this model, and {format_bytes(available)} are available"
 
 
 @contextlib.contextmanager
-def plain_torch(
-    make: Make,
-    *,
-    shape: Shape,
-    samples: int,
-    clipping: float,
-    report: Callable[[str], None],
-    micro_batches: int = 1,
-    optimizer: str = "AdamW",
-) -> Iterator[PlainTorch | None]:
-    """Plain PyTorch in a process of its own; None where the memory that is left can't hold it, which `report` is told.
+def plain_process(
+    make: Make, *, shape: Shape, samples: int, clipping: float, micro_batches: int = 1, optimizer: str = "AdamW"
+) -> Iterator[Connection]:
+    """A process that takes steps of plain PyTorch: the connection for `PlainTorch`.
+
+    It makes the model when it is asked for the first step, if the memory that is left then can hold it.
 
     shape, samples: of the model that `make` makes, and of a micro-batch.
     """
-    if (reason := why_not(shape, samples)) is not None:
-        report(reason)
-        yield None
-        return
-    with PlainTorch(make, clipping=clipping, micro_batches=micro_batches, optimizer=optimizer, report=report) as plain:
-        yield plain
+    spawn = multiprocessing.get_context("spawn")  # a forked one would inherit OpenMP's threads as dead
+    ours, orders = spawn.Pipe()
+    arguments = (orders, make, shape, samples, clipping, micro_batches, optimizer, torch.get_num_threads())
+    process = spawn.Process(target=_serve, args=arguments, daemon=True)
+    with without_interrupts():
+        process.start()
+    orders.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
 
 
 def end_first_without_memory() -> None:
@@ -243,9 +213,17 @@ def end_first_without_memory() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _serve(orders: Connection, make: Make, clipping: float, micro_batches: int, optimizer: str, threads: int) -> None:
-    """The process: a step for each order, until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other side, which ends this one
+def _serve(
+    orders: Connection,
+    make: Make,
+    shape: Shape,
+    samples: int,
+    clipping: float,
+    micro_batches: int,
+    optimizer: str,
+    threads: int,
+) -> None:
+    """Take a step for each order, until the other side is gone."""
     end_first_without_memory()
     torch.set_num_threads(threads)
     training: PlainTraining | None = None
@@ -254,6 +232,8 @@ def _serve(orders: Connection, make: Make, clipping: float, micro_batches: int, 
             orders.recv()
             try:
                 if training is None:
+                    if (reason := why_not(shape, samples)) is not None:
+                        raise MemoryError(reason)
                     model, loss_of = make(compute_device())
                     training = PlainTraining(model, clipping=clipping, optimizer=optimizer)
                 orders.send(_timed_step(training, loss_of, micro_batches))
@@ -270,10 +250,10 @@ def _timed_step(training: PlainTraining, loss_of: Callable[[nn.Module], torch.Te
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     used = Usage.now().since(before)
-    return PlainStep(seconds, used, _peak_rss_bytes())
+    return PlainStep(seconds, used, peak_rss_bytes())
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
     """The largest resident size of this process. getrusage would tell that of the process that started it, if it is more."""
     peak = re.search(r"VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")) or "")
     return 1024 * int(peak[1]) if peak else 0

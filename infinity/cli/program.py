@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from infinity.errors import ConfigError, InfinityError
@@ -109,3 +110,14 @@ def signals_held() -> Iterator[None]:
             signal.signal(number, handler)
     if arrived:
         signal.raise_signal(arrived[0])
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that start in the block get no Ctrl-C; the caller ends them. One that comes meanwhile arrives after it."""
+    resource_tracker.ensure_running()  # which would unblock the signal when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

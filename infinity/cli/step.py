@@ -1,6 +1,8 @@
 """`infinity-bench step`: times real training steps of a synthetic transformer from a drive, and their lower bound.
 
 Checks its options, trains (`measured_step`), then prints. Its files on the drive have no name and are gone when it ends.
+With --memory-limit it runs itself again as a child within the limit, and gives that child the connection to plain PyTorch's
+process, which stays outside of it.
 """
 
 from __future__ import annotations
@@ -8,18 +10,26 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import signal
 import statistics
+import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import add_json, add_path, check_files, checked_value, count, whole_number, write_json
-from infinity.cli.program import add_command, usage_checked
+from infinity.cli.memory_limit import memory_limit
+from infinity.cli.program import add_command, signals_held, usage_checked
 from infinity.cli.training import add_training
+from infinity.errors import InfinityError
 from infinity.schedule.pinned import ACCESS_BYTES
-from infinity.units import format_bytes, parse_bytes, parse_count
+from infinity.units import GIB, format_bytes, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from infinity.schedule.timeline import TraceSummary
+
+MEMORY_LIMIT_MIN = GIB
+"""Python, torch and a small model take about half of it."""
 
 POOL_BYTES_MIN = 2 * ACCESS_BYTES
 """Smallest pool of any model; that of a given model is known once it is built."""
@@ -34,7 +44,7 @@ the drive gave, all measured in turns."""
 _EPILOG = """\
 examples:
   infinity-bench step /local_nvme --params 200M
-  infinity-bench step /local_nvme --params 1B --batch-size 1 --pinned-bytes-max 512MiB --json step.json
+  infinity-bench step /local_nvme --params 1B --batch-size 1 --memory-limit 5GiB --pinned-bytes-max 512MiB --json step.json
 
 exit code: 0 when done; 1 where it could not run, with the reason; 2 for wrong usage.
 docs/step.md says what is measured, and lists the keys of --json."""
@@ -55,6 +65,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--clipping", type=norm, metavar="NORM", help="largest norm of the gradient; 0 does not clip (default: 1.0)")
     text = 'pinned memory, its cache included, such as "512MiB" (default: auto)'
     add("--pinned-bytes-max", default="auto", metavar="BYTES", help=text)
+    limit = checked_value(parse_bytes, at_least=MEMORY_LIMIT_MIN)
+    text = 'all memory that the training may have, such as "4GiB"; plain PyTorch has no limit (default: none)'
+    add("--memory-limit", type=limit, metavar="BYTES", help=text)
+    add("--plain-orders", type=int, help=argparse.SUPPRESS)  # of the child within the limit: a file descriptor
     add_json(parser)
     text = "take one more step, and write what the drives and the training thread did in it when, for ui.perfetto.dev"
     add("--trace", type=Path, metavar="FILE", help=text)
@@ -76,14 +90,37 @@ def run(options: argparse.Namespace) -> int:
             )
         check_files(options, "json", "trace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    from infinity.cli.measured_step import measure
+    with signals_held():  # torch may lose a Ctrl-C while it loads
+        from infinity.cli.measured_step import measure, plain_process_of
 
-    result, traced = measure(options)
+    if options.plain_orders is not None:
+        result, traced = measure(options, Connection(options.plain_orders))
+    else:
+        with plain_process_of(options) as plain:
+            if options.memory_limit is not None:
+                return _run_within(options.memory_limit, plain)
+            result, traced = measure(options, plain)
     if options.json != "-":
         _print(result, traced)
     if options.json is not None:
         write_json(result, options.json)
     return 0
+
+
+def _run_within(limit_bytes: int, plain: Connection) -> int:
+    """Run this command again as a child within a limit of memory; its exit code.
+
+    Raises InfinityError if the kernel ended the child.
+    """
+    with memory_limit(limit_bytes) as limit:
+        command = [sys.executable, "-m", f"{__package__}.bench", *sys.argv[1:], "--plain-orders", str(plain.fileno())]
+        status = limit.run(command, pass_fds=[plain.fileno()])
+    if status == -signal.SIGKILL:
+        raise InfinityError(
+            f"the kernel ended the training: it takes more than --memory-limit {format_bytes(limit_bytes)} "
+            f"({limit.in_words}): raise it, or lower --pinned-bytes-max, --batch-size or --params"
+        )
+    return status if status >= 0 else 128 - status
 
 
 def norm(text: str) -> float:
@@ -127,6 +164,8 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
     seconds = [step["seconds"] for step in result["steps"]]
     stall = statistics.median(step["stall_seconds"] for step in result["steps"])
     drive = result["drive"]
+    limit = result["memory_limit_bytes"]
+    within = f", shared libraries included, within a limit of {format_bytes(limit)}" if limit is not None else ""
     facts = {
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
         "of it waiting for the drive": f"{stall:.3f} s",
@@ -142,6 +181,6 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
         **(traced.in_words() if traced is not None else {}),
         "pinned memory": format_bytes(result["pinned_bytes"]),
         "on the drive": format_bytes(result["arena_bytes"]),
-        "peak resident memory": format_bytes(result["peak_rss_bytes"]),
+        "peak resident memory": format_bytes(result["peak_rss_bytes"]) + within,
     }
     print_facts(facts)

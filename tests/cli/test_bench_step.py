@@ -94,8 +94,8 @@ def test_a_row_of_the_table_has_a_cell_for_each_column_and_none_for_what_was_lef
         [{**line, "ways": full}, {**line, "clipping": 1.0, "ways": {**full, "torch": None, "deepspeed": None}}], "auto"
     )
     assert len(table) == 4 and all(row.count("|") == len(COLUMNS) + 1 for row in table)
-    assert "| 2 × 128 | no | 2.00 s | 0.65 s | 10.00 s | 5.00 |  |  | 20.00 / 4.00 | 5 / 5 |" in table[2]
-    assert "| 1 |  | 0.65 s | 10.00 s |" in table[3] and "| 20.00 / – |" in table[3]
+    assert "| 2 × 128 | no |  | 2.00 s | 0.65 s | 10.00 s | 5.00 |  |  | 20.00 / 4.00 | 5 / 5 |" in table[2]
+    assert "| 1 |  |  | 0.65 s | 10.00 s |" in table[3] and "| 20.00 / – |" in table[3]
 
 
 @pytest.mark.slow

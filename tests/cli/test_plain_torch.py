@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import os
-import signal
+import multiprocessing
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import nn
 
 import infinity
 from infinity.cli import plain_torch as module
-from infinity.cli.plain_torch import PlainStep, PlainTorch, PlainTraining, plain_torch
+from infinity.cli.plain_torch import Make, PlainStep, PlainTorch, PlainTraining, plain_process
 from infinity.cli.synthetic import Transformer, make_training, shape_of
+from infinity.plan.transformer import Transformer as Shape
 
 SHAPE = shape_of(2, 64, seq=16)
 MAKE = functools.partial(make_training, SHAPE, 2)
@@ -70,17 +72,22 @@ def test_it_is_the_same_training(clipping: float, accumulation: int) -> None:
     assert plain[-1] != plain[0]
 
 
+@contextlib.contextmanager
+def plain_of(make: Make, lines: list[str], *, shape: Shape = SHAPE) -> Iterator[PlainTorch]:
+    with plain_process(make, shape=shape, samples=2, clipping=1.0) as orders:
+        yield PlainTorch(orders, lines.append)
+
+
 def test_steps_are_taken_in_a_process_of_its_own() -> None:
     lines: list[str] = []
     ours = torch.ones(1 << 28)  # a GiB, which is none of the other process's
-    with plain_torch(MAKE, shape=SHAPE, samples=2, clipping=1.0, report=lines.append) as plain:
-        assert plain is not None
+    with plain_of(MAKE, lines) as plain:
         step = plain.step()
         assert isinstance(step, PlainStep) and step.seconds > 0 and step.usage.cpu_seconds > 0
-        assert 50 << 20 < step.peak_rss_bytes < 1 << 30 and plain.pid != os.getpid()
+        assert 50 << 20 < step.peak_rss_bytes < 1 << 30
+        (process,) = multiprocessing.active_children()
     assert lines == [] and ours[0] == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(plain.pid, 0)
+    assert not process.is_alive()
 
 
 def test_a_model_that_does_not_fit_is_left_out_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,19 +95,20 @@ def test_a_model_that_does_not_fit_is_left_out_in_a_line(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "available_bytes", lambda: needed)
     assert module.why_not(SHAPE, 2) is None
     monkeypatch.setattr(module, "available_bytes", lambda: needed - 1)
+    assert "available" in (module.why_not(SHAPE, 2) or "")
     lines: list[str] = []
-    with plain_torch(MAKE, shape=SHAPE, samples=2, clipping=1.0, report=lines.append) as plain:
-        assert plain is None
+    with plain_of(MAKE, lines, shape=shape_of(128, 128 * 64, seq=16)) as plain:
+        assert plain.step() is None
     assert len(lines) == 1 and "left out" in lines[0] and "available" in lines[0]
 
 
 def test_a_process_that_is_killed_is_left_out_in_a_line() -> None:
     lines: list[str] = []
-    with PlainTorch(MAKE, clipping=0.0, micro_batches=1, report=lines.append) as plain:
+    with plain_of(MAKE, lines) as plain:
         assert plain.step() is not None
-        os.kill(plain.pid, signal.SIGKILL)
+        multiprocessing.active_children()[0].kill()
         assert plain.step() is None and plain.step() is None
-    assert lines == ["plain PyTorch in memory is left out: its process ended with status -9"]
+    assert len(lines) == 1 and "left out: its process has ended" in lines[0]
 
 
 def tell_threads(_: torch.device) -> Any:
@@ -112,7 +120,7 @@ def test_it_computes_on_as_many_threads(threads: int) -> None:
     before, lines = torch.get_num_threads(), []
     torch.set_num_threads(threads)
     try:
-        with PlainTorch(tell_threads, clipping=0.0, micro_batches=1, report=lines.append) as plain:
+        with plain_of(tell_threads, lines) as plain:
             assert plain.step() is None
     finally:
         torch.set_num_threads(before)
@@ -121,8 +129,6 @@ def test_it_computes_on_as_many_threads(threads: int) -> None:
 
 def test_a_process_that_fails_says_why_in_a_line() -> None:
     lines: list[str] = []
-    with PlainTorch(
-        functools.partial(make_training, SHAPE, -1), clipping=0.0, micro_batches=1, report=lines.append
-    ) as plain:
+    with plain_of(functools.partial(make_training, SHAPE, -1), lines) as plain:
         assert plain.step() is None
     assert len(lines) == 1 and "left out: " in lines[0] and "negative dimension" in lines[0]

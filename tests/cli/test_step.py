@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,12 @@ import torch
 
 from infinity.cli import measured_step, step
 from infinity.cli.measured_step import Round, summarize
+from infinity.cli.memory_limit import memory_limit
 from infinity.cli.plain_torch import PlainStep, Usage
 from infinity.cli.synthetic import Block, Transformer, shape_for, shape_of
+
+MIB = 1 << 20
+GIB = 1 << 30
 
 KEYS = {
     "params", "layers", "hidden", "batch_size", "seq", "clipping", "steps", "seconds", "torch_in_memory_seconds",
@@ -26,7 +33,7 @@ KEYS = {
     "torch_in_memory_peak_rss_bytes", "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive",
     "pinned_bytes", "arena_bytes", "peak_rss_bytes", "cache_bytes", "master_weights", "update", "trace",
     "moments_dtype",
-    "accumulation", "schedule", "optimizer",
+    "accumulation", "schedule", "optimizer", "memory_limit_bytes",
 }  # fmt: skip
 
 
@@ -94,17 +101,53 @@ def test_the_schedule_and_the_micro_batches_of_a_step_are_asked_for(nvme_path: P
     assert result["written_bytes_per_param"] <= 12.3
 
 
+def test_the_training_is_limited_and_plain_pytorch_is_not(nvme_path: Path) -> None:
+    with memory_limit(GIB) as limit:
+        if limit.enter is None or "RLIMIT" in limit.in_words:
+            pytest.skip("this system lets us make no control group")
+    done = small(nvme_path, "--memory-limit", "1GiB", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["memory_limit_bytes"] == GIB and result["torch_in_memory_seconds"] > 0
+    assert list(nvme_path.iterdir()) == []
+    too_much = run(nvme_path, "--params", "10M", "--batch-size", 128, "--seq", 512, "--memory-limit", "1GiB")
+    assert too_much.returncode == 1
+    assert "ended" in too_much.stderr and "raise" in too_much.stderr and "--memory-limit" in too_much.stderr
+
+
+@pytest.mark.parametrize("moment", ["its processes start", "it has begun"])
+def test_ctrl_c_ends_all_its_processes_in_a_line(moment: str, nvme_path: Path) -> None:
+    """While torch loads in all of them, and later; the terminal sends it to each."""
+    command = [sys.executable, "-m", "infinity.cli.bench", "step", str(nvme_path), "--memory-limit", "1GiB"]
+    sizes = ["--params", "1M", "--batch-size", "1", "--seq", "8", "--steps", "10000"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*command, *sizes], **pipes, start_new_session=True) as process:
+        assert process.stdout is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if moment == "it has begun":
+            assert process.stdout.readline()
+        while (
+            len(children.read_text().split()) < 3 and process.poll() is None
+        ):  # plain PyTorch, its tracker, the training
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+    if "no limit of memory" in said:
+        pytest.skip("this system lets us set no limit")
+    assert process.returncode == 130, said
+    if moment == "it has begun":  # before that Python may be the one that says so
+        assert said.count("interrupted") == 1 and "Traceback" not in said
+    assert list(nvme_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("off", ["--no-clipping", "--clipping=0"])
 def test_without_clipping_updates_may_be_in_the_backward(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     step.add_parser(parser.add_subparsers())
     options = parser.parse_args(["step", "--update", "backward", off, "--json", "-"])
-    monkeypatch.setattr(measured_step, "measure", lambda options: ({}, None))
+    monkeypatch.setattr(measured_step, "measure", lambda options, plain: ({}, None))
     assert step.run(options) == 0
     assert (options.clipping, options.no_clipping) == (0.0, True)
-
-
-MIB = 1 << 20
 
 
 def rounds_of(seconds: list[float], plain: list[float | None], *, read: int = 140 * MIB) -> list[Round]:
@@ -231,7 +274,7 @@ def test_a_traced_step_comes_as_events_figures_and_a_picture(nvme_path: Path, tm
     assert written == result["trace"]["drives"][0]["written_bytes"] == result["steps"][-1]["written_bytes"]
     root = Path(__file__).resolve().parents[2]
     caption = runpy.run_path(str(root / "tools" / "build_docs.py"))["caption"](result)
-    assert f"({result['layers']} layers of hidden size {result['hidden']}) on 1 × 32 tokens" in caption
+    assert f"({result['layers']} layers of hidden size {result['hidden']}) on 1 × {result['seq']} tokens" in caption
     script = root / "bench" / "render_timeline.py"
     command = [sys.executable, str(script), str(trace), str(picture)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

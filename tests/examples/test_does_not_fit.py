@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,31 +22,6 @@ def load(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-limits = load("memory_limit")
-
-
-@pytest.mark.parametrize("way", ["_systemd", "_own_group", "_of_the_process"])
-def test_a_limit_holds(way: str) -> None:
-    with getattr(limits, way)(200 * MIB) as limit:
-        if limit is None:
-            pytest.skip(f"this system has no limit of the kind {way}")
-        assert limit.run([sys.executable, "-c", "bytearray(20 << 20)"]) == 0
-        assert limit.run([sys.executable, "-c", "bytearray(400 << 20)"]) != 0
-        assert limit.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
-    assert not [*limits.CGROUPS.rglob(f"infinity-demo-{os.getpid()}")]
-
-
-def test_what_a_killed_demo_left_is_removed() -> None:
-    code = "import memory_limit, os, signal\nwith memory_limit._own_group(1 << 30) as limit:\n"
-    code += "    print(limit is not None, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    killed = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
-    if killed.stdout.split() != ["True"]:
-        pytest.skip("this system lets us make no control group")
-    before = {*limits.CGROUPS.rglob("infinity-demo-*")}
-    with limits._own_group(1 << 30):
-        assert len(before - {*limits.CGROUPS.rglob("infinity-demo-*")}) >= 1
 
 
 def test_steps_within_a_limit_and_the_same_in_memory(nvme_path: Path, tmp_path: Path) -> None:

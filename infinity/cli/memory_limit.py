@@ -1,20 +1,23 @@
-"""A hard limit of memory for a child process: a control group where one may be made, else a limit of the process itself.
+"""Runs a command within a hard limit of memory: a control group if we may make one, else RLIMIT_DATA of the process.
 
-With a control group the kernel takes nothing from elsewhere: what goes over the limit is ended. Without one, the kernel refuses
-the process memory of its own (RLIMIT_DATA: private and writable, shared libraries and files left out).
+The kernel kills a process that exceeds a control group's limit. With RLIMIT_DATA an allocation fails instead; the limit counts
+private writable memory, and no shared libraries or files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from infinity.errors import InfinityError
 
 CGROUPS = Path("/sys/fs/cgroup")
 SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet", "--collect")
@@ -22,32 +25,37 @@ SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet", "--collect")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """How a child gets its limit. command: what its own is put behind. enter: runs in it before it begins."""
+    """How a child process gets its limit. command: its own command follows this one. enter: runs in the child before it."""
 
     in_words: str
     command: tuple[str, ...] = ()
     enter: Callable[[], None] | None = None
 
-    def run(self, command: list[str]) -> int:
-        """Run a command to its end on this terminal; its exit status, negative where a signal ended it."""
-        with subprocess.Popen([*self.command, *command], preexec_fn=self.enter) as process:
+    def run(self, command: list[str], *, pass_fds: Sequence[int] = ()) -> int:
+        """Run a command to its end on this terminal; returns its exit status, -N if signal N ended it."""
+        with subprocess.Popen([*self.command, *command], preexec_fn=self.enter, pass_fds=pass_fds) as process:
             while True:
                 try:
                     status = process.wait()
-                    return 128 - status if status > 128 else status  # as systemd-run tells of signals
-                except KeyboardInterrupt:  # it got that, too, and ends by itself
+                    return 128 - status if status > 128 else status  # systemd-run returns 128 + N for signal N
+                except KeyboardInterrupt:  # the child got it too, and ends by itself
                     continue
+                except BaseException:
+                    process.terminate()
+                    raise
 
 
 @contextlib.contextmanager
-def memory_limit(nbytes: int) -> Iterator[MemoryLimit | None]:
-    """The hardest limit that this system lets us set; None where it lets us set none."""
+def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
+    """The hardest limit that this system lets us set. Raises InfinityError if it lets us set none."""
     with contextlib.ExitStack() as stack:
         for way in (_systemd, _own_group, _of_the_process):
             if (limit := stack.enter_context(way(nbytes))) is not None:
                 yield limit
                 return
-        yield None
+        raise InfinityError(
+            "this system lets us set no limit of memory: run as root, or where systemd runs for the user (systemd-run --user)"
+        )
 
 
 @contextlib.contextmanager
@@ -60,20 +68,20 @@ def _systemd(nbytes: int) -> Iterator[MemoryLimit | None]:
 
 @contextlib.contextmanager
 def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
-    """A group below the one that this process is in, for those who may make one (root, as a rule)."""
+    """A control group below this process's own, if it may make one (root, as a rule)."""
     version_1, version_2 = "memory.limit_in_bytes", "memory.max"
     group = None
     try:
         parent = _parent()
-        for left in parent.glob("infinity-demo-*"):  # by one that was killed; a group with processes in it stays
+        for left in parent.glob("infinity-limit-*"):  # of killed processes; a group in use stays
             with contextlib.suppress(OSError):
                 left.rmdir()
-        group = parent / f"infinity-demo-{os.getpid()}"
+        group = parent / f"infinity-limit-{os.getpid()}"
         group.mkdir()
         name = version_2 if (group / version_2).exists() else version_1
         (group / name).write_text(str(nbytes))
         swap = "memory.swap.max" if name == version_2 else "memory.memsw.limit_in_bytes"
-        with contextlib.suppress(OSError):  # where the kernel counts swap
+        with contextlib.suppress(OSError):  # a kernel that does not count swap has no such file
             (group / swap).write_text("0" if name == version_2 else str(nbytes))
         processes = str(group / "cgroup.procs")
         subprocess.run(["true"], preexec_fn=lambda: _enter(processes), check=True)
@@ -83,7 +91,7 @@ def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
     try:
         yield limit
     finally:
-        for _ in range(50):  # the kernel takes a moment to take leave of what has ended
+        for _ in range(50):  # the group is busy until the kernel has removed its last process
             with contextlib.suppress(OSError):
                 if group is not None and group.exists():
                     group.rmdir()
@@ -92,7 +100,7 @@ def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
 
 
 def _parent() -> Path:
-    """The folder of this process's group, in the hierarchy that limits memory. Raises OSError where none is to be seen."""
+    """The folder of this process's group in the hierarchy that limits memory. Raises OSError if there is none."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -112,10 +120,6 @@ def _enter(processes: str) -> None:
 @contextlib.contextmanager
 def _of_the_process(nbytes: int) -> Iterator[MemoryLimit | None]:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard not in (resource.RLIM_INFINITY,) and hard < nbytes:
-        yield None
-        return
-    yield MemoryLimit(
-        "a limit of the process (RLIMIT_DATA)",
-        enter=lambda: resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes)),
-    )
+    may = hard == resource.RLIM_INFINITY or hard >= nbytes
+    enter = functools.partial(resource.setrlimit, resource.RLIMIT_DATA, (nbytes, nbytes))
+    yield MemoryLimit("a limit of the process (RLIMIT_DATA)", enter=enter) if may else None
