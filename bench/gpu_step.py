@@ -140,7 +140,10 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where},
-        "infinity": {"pinned_bytes_max": order["pinned_bytes_max"], "moments_dtype": order["moments_dtype"]},
+        "infinity": {
+            "pinned_bytes_max": "auto" if order["way"] == "host" else order["pinned_bytes_max"],
+            "moments_dtype": order["moments_dtype"],
+        },
     }
     torch.manual_seed(0)
     shape = config_for(parse_count(order["params"]), order["context"], checkpoint_activations=order["checkpointing"])
@@ -166,7 +169,9 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     if on_gpu:
         line |= profiled(step)
     line["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if engine.swap is not None:
+    if engine.swap is not None and order["way"] == "host":
+        line["pinned_bytes"] = engine.swap.stats().pinned_bytes
+    elif engine.swap is not None:
         # For as long as a step, as drives may be faster in bursts.
         trial = {"nbytes": parse_bytes(order["drive_file"]), "rounds": 1, "seconds": order["drive_trial_seconds"]}
         rates = measure_drive(order["nvme_path"], **trial)

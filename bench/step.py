@@ -7,6 +7,7 @@
     python bench/step.py --params 200M --ways backward,backward-durable,forward,forward-durable
     python bench/step.py --params 200M --batch-size 1 --context 64 --accumulation 8 --ways torch,auto,auto-vertical
     python bench/step.py --params 200M --batch-size 1 --clipping 0 --ways step-phase,step-phase-unchecked
+    python bench/step.py --params 1B --batch-size 1 --memory-limit 4GiB --pinned-bytes-max 512MiB --ways torch,auto
 
 Every round steps the same model each way, one after the other, and measures the drive before and after each. Prints a table
 and, last, one JSON line; with --save the line is appended to bench/results/step.jsonl.
@@ -27,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-
 from results import machine, save  # noqa: E402
 from step_summary import Row, median, show, summarize  # noqa: E402
 
 from infinity.aio import IoSettings  # noqa: E402
 from infinity.cli.arguments import checked_value, count, whole_number  # noqa: E402
+from infinity.cli.memory_limit import MemoryLimit, memory_limit  # noqa: E402
 from infinity.cli.program import run_program  # noqa: E402
 from infinity.cli.step import norm  # noqa: E402
 from infinity.config import load_config  # noqa: E402
@@ -45,14 +46,15 @@ VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable", "-uncl
 WAYS = (
     "torch",
     "memory",
+    "host",
     *(update + variant for update in UPDATES for variant in VARIANTS),
     "step-phase",
     "step-phase-unchecked",
 )
-"""Plain PyTorch in memory, to which every step is held; FSDP2 in memory, the oracle of bits and no yardstick of time; or with
-the update then. With masters in full; with --host-cache; with all gradients on NVMe; without checksums; with every step
-committed; without --clipping; with all micro-batches of --accumulation at once. With the optimizer's transfers alone before
-and after each step, which then begins cold; these without checksums, as fio and others move them."""
+"""Plain PyTorch in memory, to which every step is held; FSDP2 in memory, the oracle of bits and no yardstick of time; paged in
+host memory; or on NVMe with the update then. With masters in full; with --host-cache; with all gradients on NVMe; without
+checksums; with every step committed; without --clipping; with all micro-batches of --accumulation at once. With the optimizer's
+transfers alone before and after each step, which then begins cold; these without checksums, as fio and others move them."""
 
 COMPARED = ("torch", "deepspeed")
 """Ways to compare with: where one can't run here, a line says so, and the others go on."""
@@ -82,7 +84,7 @@ class LeftOut(Exception):
 class Worker:
     """A process that steps one way when asked to."""
 
-    def __init__(self, way: str, order: dict[str, Any], python: str) -> None:
+    def __init__(self, way: str, order: dict[str, Any], python: str, limit: MemoryLimit) -> None:
         """Raises LeftOut."""
         self.way = way
         self._folder = tempfile.TemporaryDirectory(prefix=f"infinity-bench-{way}-", dir=order["nvme_path"])
@@ -92,7 +94,13 @@ class Worker:
         if way == "deepspeed":
             environment["DS_ACCELERATOR"] = "cpu"
         self._process = subprocess.Popen(
-            [python, str(HERE / "step_worker.py"), json.dumps({**order, "way": way, "nvme_path": self._folder.name})],
+            [
+                *limit.command,
+                python,
+                str(HERE / "step_worker.py"),
+                json.dumps({**order, "way": way, "nvme_path": self._folder.name}),
+            ],
+            preexec_fn=limit.enter,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -180,6 +188,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", default="auto", help="auto, io_uring, linux_aio or threads")
     parser.add_argument("--pinned-bytes-max", default="auto", help='such as "256MiB" (default: %(default)s)')
+    parser.add_argument(
+        "--memory-limit",
+        type=checked(parse_bytes, at_least=1 << 30),
+        help='all memory that each way may have but those in memory, such as "4GiB": a control group of its own',
+    )
     parser.add_argument("--host-cache", default="0", help='of the "-cached" ways, such as "2GiB"')
     parser.add_argument(
         "--mmap-threshold",
@@ -244,7 +257,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("every way was left out")
     line = {"bench": "step", **machine(), "params": steps[0]["numel"]}
     line |= {"ways": {way: summarize(rows, way) for way in pythons}}
-    line |= {name: getattr(args, name) for name in ("rounds", "redraw", "alone", "drive_file", *_ORDERED)}
+    line |= {
+        name: getattr(args, name) for name in ("rounds", "redraw", "alone", "drive_file", "memory_limit", *_ORDERED)
+    }
     return line | {"drive_gb_per_s": [median(step["drive"][k] / 1e9 for step in steps) for k in range(len(Workload))]}
 
 
@@ -257,23 +272,27 @@ def take_rounds(
     """
     rows: list[Row] = [{} for _ in range(min(args.redraw or args.rounds, args.rounds - done))]
     with contextlib.ExitStack() as stack:
+        limit = MemoryLimit("none")
+        if args.memory_limit is not None:
+            limit = stack.enter_context(memory_limit(parse_bytes(args.memory_limit)))
         drive = filled_drive(args, stack) if drive_first else None
         for ways in [[way] for way in pythons] if args.alone else [list(pythons)]:
             with contextlib.ExitStack() as until_stepped:
-                workers = started(ways, order, pythons, until_stepped)
+                workers = started(ways, order, pythons, limit, until_stepped)
                 drive = drive or filled_drive(args, stack)
                 step_in_turns(args, workers, drive, rows, done)
     return rows
 
 
 def started(
-    ways: list[str], order: dict[str, Any], pythons: dict[str, str], stack: contextlib.ExitStack
+    ways: list[str], order: dict[str, Any], pythons: dict[str, str], limit: MemoryLimit, stack: contextlib.ExitStack
 ) -> dict[str, Worker]:
-    """A worker for each way that can run here, in their order; closed with the stack."""
+    """A worker for each way that can run here, in their order; closed with the stack. What is in memory has no limit."""
     workers: dict[str, Worker] = {}
     for way in sorted(ways, key=lambda way: way == "torch"):  # it looks at the memory that the others leave
         with left_out_in_a_line():
-            workers[way] = stack.enter_context(contextlib.closing(Worker(way, order, pythons[way])))
+            allowed = MemoryLimit("none") if way in ("torch", "memory") else limit
+            workers[way] = stack.enter_context(contextlib.closing(Worker(way, order, pythons[way], allowed)))
     return {way: workers[way] for way in ways if way in workers}
 
 

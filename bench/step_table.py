@@ -2,6 +2,7 @@
 
     python bench/step_table.py --nvme-path /local_nvme --deepspeed-python ../ds/bin/python
     python bench/step_table.py --params 200M --micro-batches 1x64,2x128 --clipping 1e9 --lines never.jsonl
+    python bench/step_table.py --params 1B --micro-batches 1x256 --clipping 1e9 --memory-limit 4GiB --pinned-bytes-max 512MiB
 
 Measures every size, micro-batch and norm of clipping as bench/step.py does, one after the other, and appends a JSON line for
 each to the file of --lines. What that file has already is not measured again, so the same command goes on where it was stopped;
@@ -34,6 +35,7 @@ COLUMNS = (
     "parameters",
     "tokens",
     "clipped at",
+    "within",
     "plain PyTorch in memory",
     "bytes, by the drive",
     "infinity",
@@ -59,6 +61,10 @@ def main() -> int:
         "--clipping", type=listed(norm), default="0,1", help="norms; 0 does not clip (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of compute (default: %(default)s)")
+    parser.add_argument(
+        "--memory-limit", help="as of bench/step.py: none of it for plain PyTorch, which is never limited"
+    )
+    parser.add_argument("--pinned-bytes-max", default="auto", help="as of bench/step.py (default: %(default)s)")
     parser.add_argument("--way", default="auto", help="infinity's, of bench/step.py (default: %(default)s)")
     parser.add_argument("--deepspeed-python", help="as of bench/step.py; without it DeepSpeed's columns are empty")
     parser.add_argument("--rounds", type=count, default=7, help="of each line (default: %(default)s)")
@@ -120,7 +126,8 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
     """What was asked for: of a line, or of the options of bench/step.py."""
     ways = {*line["ways"], *(["deepspeed"] if line.get("deepspeed_python") else [])}
     asked = line.get("asked", line["params"]), line.get("dtype", "bf16")
-    return *asked, line["batch_size"], line["context"], line["clipping"], frozenset(ways)
+    memory = line.get("memory_limit"), line.get("pinned_bytes_max", "auto")
+    return *asked, line["batch_size"], line["context"], line["clipping"], *memory, frozenset(ways)
 
 
 def order_of(options: argparse.Namespace, params: str, batch: tuple[int, int], clipping: str) -> argparse.Namespace:
@@ -129,6 +136,8 @@ def order_of(options: argparse.Namespace, params: str, batch: tuple[int, int], c
     values |= {"--ways": f"torch,{options.way}", "--rounds": options.rounds, "--nvme-path": options.nvme_path}
     values |= {"--drive-file": options.drive_file, "--dtype": options.dtype}
     values |= {"--deepspeed-python": options.deepspeed_python} if options.deepspeed_python else {}
+    values |= {"--memory-limit": options.memory_limit} if options.memory_limit else {}
+    values |= {"--pinned-bytes-max": options.pinned_bytes_max}
     alone = BYTES_PER_PARAMETER * parse_count(params) > (available_bytes() or 0)
     words = [str(word) for pair in values.items() for word in pair]
     return make_parser().parse_args([*words, *["--alone"] * alone])
@@ -154,6 +163,7 @@ def row_of(line: dict[str, Any], way: str) -> tuple[str, ...]:
         format_count(line["params"]),
         f"{line['batch_size']} × {line['context']}",
         f"{line['clipping']:g}" if line["clipping"] else "no",
+        line.get("memory_limit") or "",
         cell(plain, "seconds", "{:.2f} s"),
         cell(ours, "drive_seconds", "{:.2f} s"),
         cell(ours, "seconds", "{:.2f} s"),

@@ -41,7 +41,7 @@ def torch_way(order: dict[str, Any]) -> Step:
     config = config_for(order["numel"], order["context"])
     sizes = {"layers": config.layers, "hidden": config.hidden_size, "heads": config.heads, "seq": config.context}
     if (reason := why_not(dense_transformer(**sizes, vocab=VOCABULARY), order["batch_size"])) is not None:
-        raise LeftOut(reason)
+        raise LeftOut(f"plain PyTorch in memory is left out: {reason}")
     end_first_without_memory()
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[order["dtype"]]
@@ -65,10 +65,11 @@ def torch_way(order: dict[str, Any]) -> Step:
 
 
 def infinity_way(order: dict[str, Any]) -> Step:
-    """In memory ("memory"), or on NVMe with the updates as infinity chooses ("auto"), in "step", "forward" or "backward";
-    "-full" keeps masters in full, "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no
-    checksums, "-durable" commits every step, "-unclipped" does not clip, "-vertical" trains all micro-batches at once, "-phase"
-    moves all state before and after each step, as the optimizer does but without arithmetic. Several may be told at once."""
+    """On the device ("memory"), in host memory ("host"), or on NVMe with the updates as infinity chooses ("auto"), in "step",
+    "forward" or "backward"; "-full" keeps masters in full, "-cached" a part of the state in host memory, "-spilled" gradients
+    on NVMe, "-unchecked" no checksums, "-durable" commits every step, "-unclipped" does not clip, "-vertical" trains all
+    micro-batches at once, "-phase" moves all state before and after each step, as the optimizer does but without arithmetic.
+    A way may have several of these."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -77,8 +78,8 @@ def infinity_way(order: dict[str, Any]) -> Step:
     import infinity
 
     update, *variants = order["way"].split("-")
-    held = update == "memory"
-    device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
+    place = {"memory": "none", "host": "cpu"}.get(update, "nvme")
+    device = {"device": place, "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": order["batch_size"],
         "gradient_accumulation_steps": order["accumulation"],
@@ -89,8 +90,8 @@ def infinity_way(order: dict[str, Any]) -> Step:
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
         "infinity": {
             "backend": order["backend"],
-            "pinned_bytes_max": order["pinned_bytes_max"],
-            **({} if held else {"update": update}),
+            "pinned_bytes_max": order["pinned_bytes_max"] if place == "nvme" else "auto",
+            **({"update": update} if place == "nvme" else {}),
             **{key: value for variant in variants for key, value in _VARIANTS.get(variant, {}).items()},
             **({"host_cache_bytes": order["host_cache"]} if "cached" in variants else {}),
         },
