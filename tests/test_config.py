@@ -802,6 +802,8 @@ def test_resolving_refuses_what_loading_would() -> None:
         config.resolve(world_size=1, warmup_steps=3)
     with pytest.raises(ConfigError, match="world_size: got 0"):
         config.resolve(world_size=0)
+    with pytest.raises(ConfigError, match=r"micro_batches_at_once: remove it, as all 4 parts"):
+        load_config({"infinity": {"micro_batches": 4, "micro_batches_at_once": 2}}).resolve(world_size=1)
     with pytest.raises(ConfigError, match=r"mics_shard_size: got 3, expected a divisor of the 4 ranks"):
         load_config({"zero_optimization": {"mics_shard_size": 3}}).resolve(world_size=4)
     with pytest.raises(

@@ -89,11 +89,12 @@ def gradients_in(args: tuple[Any, ...]) -> tuple[int, int]:
 
 
 class Vertical:
-    """Runs forwards of a sharded model in the vertical schedule."""
+    """Runs forwards of a sharded model in the vertical schedule. `recover` makes anew what a forward left that is void."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recover: Callable[[], object]) -> None:
         assert isinstance(model, FSDPModule)
         self.model: nn.Module = model
+        self._recover = recover
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule) and name}
         may_sum = may_sum_unreduced(model)
         self.sums = ReusedBuffers(4 * sum(p.numel() for p in model.parameters())) if may_sum else None
@@ -289,6 +290,7 @@ class Vertical:
         self.abandon()
         state.restore()
         reshard(self.model)  # what is gathered may have been written to
+        self._recover()
 
     def abandon(self) -> None:
         """Where an exception ended a forward or its backward: the model is set as before it."""

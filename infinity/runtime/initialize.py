@@ -137,6 +137,7 @@ def initialize(
             schedule = make_schedule(asked.config, lr_scheduler, made, asked.optimizer)
             loader = _make_loader(training_data, asked.config, collate_fn)
         in_memory = InMemory(model, made) if swap is None else None
+        storage = in_memory or cast(SwapManager, swap)
         engine = Engine(
             module=model,
             optimizer=made,
@@ -144,13 +145,13 @@ def initialize(
             training_dataloader=loader,
             resolved=resolved,
             swap=swap,
-            storage=in_memory or cast(SwapManager, swap),
+            storage=storage,
             updater=in_memory or cast(PagedOptimizer, made),
             commits=Commits(run, swap) if run is not None and swap is not None else NoCommits(),
             live=live,
             activations=activations,
             routes=routes,
-            vertical=Vertical(model),
+            vertical=Vertical(model, storage.paging.recover),
             peers=peers,
             on_close=close_group,
         )

@@ -499,10 +499,12 @@ def test_what_a_loss_saves_exists_for_one_micro_batch_at_a_time(
     loss_of = engine_module.loss_in
     monkeypatch.setattr(engine_module, "loss_in", watched)
     with start(make, nvme_path, schedule="vertical", accumulation=4) as engine:
-        for _ in range(2):
+        for _ in range(3):
             counts.clear()
             engine.train_batch(batches())
             assert not living
+        assert engine.swap is not None
+        assert engine.swap.stats().mispredictions == 0  # also where the first forward was run again
         assert counts == ([0, 1, 2, 3] if request.node.callspec.id in AT_ONCE else [0, 0, 0, 0])
 
 
