@@ -34,6 +34,8 @@ def summarize(rows: list[Row], way: str) -> dict[str, Any] | None:
     summary["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
     summary["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
     summary["loss"] = steps[-1]["loss"]
+    if steps[0].get("scale", 1) != 1:
+        summary["times_multiplied_by"] = round(steps[0]["scale"], 4)
     numel = steps[0]["numel"]
     for name in ("disk_read_bytes", "disk_written_bytes"):
         if name in steps[0]:
