@@ -1,1 +1,1 @@
-"""What to move and when: integers in, decisions out; no torch, no I/O."""
+"""Policy: what to move, and when. Integers in, decisions out; no torch, no I/O."""

@@ -1,17 +1,17 @@
-"""Live parameters: which groups stay gathered, and how far ahead others are, so that a bound on elements holds.
+"""Live parameters: which groups stay gathered, and how far ahead others are gathered, within a bound on elements.
 
 [Note: What is gathered when]
-FSDP2 gathers the root group first and keeps it from forward to backward. Any other group is gathered for its forward, released
-after it, gathered again for its backward and released after that. Four levers change this: a group may stay gathered from
-forward to backward (`reshard_after_forward` False), or from one micro-batch's backward to the next one's forward
-(`reshard_after_backward` False); a group may gather others ahead of their forward, or of their backward; without a list of its
-own for backward, it gathers the group that ran forward before it.
+FSDP2 gathers the root group first and keeps it from forward to backward. It gathers any other group for its forward,
+releases it, gathers it again for its backward and releases it again. Four settings change this. A group may stay
+gathered from forward to backward (`reshard_after_forward` False), or from one micro-batch's backward to the next one's
+forward (`reshard_after_backward` False). A group may gather others ahead of their forward, or of their backward.
+Without a list of its own for backward, it gathers the group that ran forward before it.
 
-A group that stays gathered in one of these ways is counted at every instant: an evaluation, which has no backward, leaves it
-gathered, and then it is there in the next forward too. Beside those that stay, the groups in compute are gathered (a group, and
-those it lies in), and those that were gathered ahead and not used yet. A group whose input needs no gradient, such as an
-embedding, is released only when the whole backward has ended: it *lingers*. Elements count once, from the start of their gather
-to their release; the buffers that a collective needs meanwhile are FSDP2's own and not counted.
+A group that stays gathered in one of these ways always counts: an evaluation, which has no backward, leaves it
+gathered, and it is still there in the next forward. Besides those, the gathered groups are those in compute (a group
+and those it is nested in) and those gathered ahead and not used yet. A group whose input needs no gradient, such as an
+embedding, is released only at the end of the whole backward: it *lingers*. Elements count once, from the start of their
+gather to their release. The buffers that a collective needs meanwhile belong to FSDP2 and are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class LiveGroup:
-    """A group: its elements, the group that it lies in (None beneath the root alone), and whether it lingers."""
+    """A group: its elements, the group it is nested in (None if only in the root), and whether it lingers."""
 
     numel: int
     outer: int | None = None
@@ -36,26 +36,27 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class LivePlan:
-    """What each group does, by its number. `peak_numel`: the most elements that are gathered at once."""
+    """The settings of each group, by its number. `peak_numel`: the most elements that are gathered at once."""
 
     reshard_after_forward: tuple[bool, ...]
     reshard_after_backward: tuple[bool, ...]
-    """Between micro-batches; after the last one of a step everything is released."""
+    """Between micro-batches; after the last one of a step, everything is released."""
     forward_prefetch: tuple[tuple[int, ...], ...]
     backward_prefetch: tuple[tuple[int, ...] | None, ...]
-    """None: the one that FSDP2 finds itself. Empty: none."""
+    """None: the group that FSDP2 finds itself. Empty: none."""
     next_fits: tuple[bool, ...]
-    """Whether FSDP2 may find one itself, whichever that is: for a backward whose order is not the expected one."""
+    """True if FSDP2 may find a group itself, whichever it is, for a backward in an unexpected order."""
     peak_numel: int
 
     def gathers(self, group: int, *, micro_batches: int = 1) -> int:
-        """How often a group is gathered in a step of training."""
+        """Return how often a training step gathers a group."""
         forward = micro_batches if self.reshard_after_backward[group] else 1
         return forward + (micro_batches if self.reshard_after_forward[group] else 0)
 
 
 def least_live(groups: Sequence[LiveGroup], order: Sequence[int]) -> tuple[int, int]:
-    """The fewest elements with which a pass can run, and the group that takes them: none stays, and none is gathered ahead."""
+    """Return the fewest elements that a pass needs, if none stays or is gathered ahead, and the group that needs
+    them."""
     model = _Model(groups, order, {ROOT})
     worst = max(range(len(groups)), key=lambda group: model.in_compute(group, backward=True))
     return model.staying_numel + model.in_compute(worst, backward=True), worst
@@ -70,19 +71,19 @@ def plan_live(
     prefetch_numel: int | None = None,
     micro_batches: int = 1,
 ) -> LivePlan:
-    """Settings with which no more than `live_numel_max` elements are gathered at any instant.
+    """Plan the settings with which at most `live_numel_max` elements are gathered at any time.
 
     Args:
         groups: the root first.
-        order: the other groups as their forward begins, each once, a group after the one it lies in. A group may be left
-            out when no pass is known that uses it; the bound holds if one does.
-        reuse_numel_max: a group stays gathered between two uses when at most so many elements are used between them and
-            the bound has room, nearest uses first. 0: none does, beyond the root between forward and backward.
-        prefetch_numel: elements gathered ahead. In backward the next group is among them whenever the bound has room; None:
-            that one alone, 0: none.
+        order: the other groups in the order in which their forward begins, each once, a group after the one it is
+            nested in. A group that no known pass uses may be omitted; the bound holds if one does use it.
+        reuse_numel_max: a group stays gathered between two uses with at most so many elements used in between, if the
+            bound has room, nearest uses first. 0: only the root stays, between forward and backward.
+        prefetch_numel: elements gathered ahead. In backward they include the next group if the bound has room. None:
+            only that group; 0: none.
         micro_batches: of a step; only between these can a group stay gathered after its backward.
 
-    Raises ValueError where the bound is less than `least_live`: no setting could do with it.
+    Raises ValueError if the bound is less than `least_live`, because no settings fit.
     """
     least, worst = least_live(groups, order)
     if least > live_numel_max:
@@ -105,7 +106,7 @@ def plan_live(
 
 
 class _Model:
-    """Sums over the groups when those in `staying` are gathered throughout."""
+    """Sums over the groups, if those in `staying` are always gathered."""
 
     def __init__(self, groups: Sequence[LiveGroup], order: Sequence[int], staying: set[int]) -> None:
         self.groups, self.order, self.staying = groups, order, staying
@@ -118,35 +119,35 @@ class _Model:
         self._largest = largest[: 1 + max(map(len, self._stacks))]
 
     def in_compute(self, group: int, *, backward: bool) -> int:
-        """Elements gathered while `group` computes, beside those that stay and those gathered ahead.
+        """Return the elements gathered while `group` computes, without groups that stay or are gathered ahead.
 
-        In backward: with what lingers from groups that ran forward after it.
+        In backward, includes lingering groups that ran forward after it.
         """
         return min(self._coming, self._in_forward[group] + (self._lingering_after[group] if backward else 0))
 
     def ahead(self, group: int) -> int:
-        """Elements that gathering `group` ahead adds."""
+        """Return the elements that gathering `group` ahead adds."""
         return 0 if group in self.staying else self.groups[group].numel
 
     def any_fits_beside(self, group: int, live_numel_max: int) -> bool:
-        """Whether any one group may be gathered ahead while `group` is in backward, whichever it is."""
+        """Return True if, during the backward of `group`, any other group would fit if gathered ahead."""
         others = (self.ahead(other) for other in self._largest if other not in self._stacks[group])
         return self.staying_numel + self.in_compute(group, backward=True) + next(others, 0) <= live_numel_max
 
     def _sum_lingering(self) -> list[int]:
-        """For each group the elements that may linger when its backward begins; all for a group that is not in the order."""
+        """Return, by group, the elements that may linger when its backward begins; all if it is not in the order."""
         lingering = [self.ahead(number) if group.lingers else 0 for number, group in enumerate(self.groups)]
         left = sum(lingering)
         lingering_after = [left] * len(self.groups)
         for group in self.order:
             left -= lingering[group]
             lingering_after[group] = left
-        lingering_after[ROOT] = 0  # begins before any other
+        lingering_after[ROOT] = 0  # its backward begins first
         return lingering_after
 
 
 def stack_of(groups: Sequence[LiveGroup], group: int | None) -> list[int]:
-    """The group and those it lies in, the root aside."""
+    """Return a group and those it is nested in, except the root."""
     stack = []
     while group is not None and group != ROOT:
         stack.append(group)
@@ -155,7 +156,7 @@ def stack_of(groups: Sequence[LiveGroup], group: int | None) -> list[int]:
 
 
 def _completed(groups: Sequence[LiveGroup], order: Sequence[int]) -> list[int]:
-    """The groups as their forward ends: one that lies in another ends before it."""
+    """Return the groups in the order in which their forward ends: a nested group ends before its outer group."""
     done: list[int] = []
     running: list[int] = []
     for group in order:
@@ -168,7 +169,7 @@ def _completed(groups: Sequence[LiveGroup], order: Sequence[int]) -> list[int]:
 def _staying(
     groups: Sequence[LiveGroup], order: Sequence[int], live_numel_max: int, reuse_numel_max: int, micro_batches: int
 ) -> tuple[set[int], set[int]]:
-    """The groups that stay gathered (after forward, after backward): nearest uses first, until one does not fit."""
+    """Return the groups that stay gathered (after forward, after backward), nearest uses first, while they fit."""
     before = [*accumulate((groups[group].numel for group in order), initial=0)]
     turns = [(2 * (before[-1] - before[place + 1]), False, group) for place, group in enumerate(order)]
     if micro_batches > 1:
@@ -179,13 +180,13 @@ def _staying(
     def peak(count: int) -> int:
         return _bare_peak(groups, order, {ROOT, *(group for _, _, group in near[:count])})
 
-    # One group more never lowers the peak, so the first that does not fit is found by bisection.
+    # Another group never lowers the peak, so bisection finds the first that does not fit.
     stay = near[: bisect_right(range(1, len(near) + 1), live_numel_max, key=peak)]
     return {group for _, backward, group in stay if not backward}, {group for _, backward, group in stay if backward}
 
 
 def _bare_peak(groups: Sequence[LiveGroup], order: Sequence[int], staying: set[int]) -> int:
-    """The most elements gathered at once when nothing is gathered ahead."""
+    """Return the most elements gathered at once if nothing is gathered ahead."""
     model = _Model(groups, order, staying)
     return model.staying_numel + max(model.in_compute(group, backward=True) for group in range(len(groups)))
 
@@ -199,9 +200,9 @@ def _windows(
     least_groups: int,
     backward: bool,
 ) -> tuple[tuple[int, ...], ...]:
-    """What each group gathers ahead when they are used in `sequence`: the next ones, until one does not fit.
+    """Return what each group gathers ahead if they are used in `sequence`: the next ones, until one does not fit.
 
-    A window reaches at least as far as the one before it, so what was gathered ahead is always a part of it.
+    A window reaches at least as far as the previous one, so it includes everything gathered ahead before.
     """
     total = [*accumulate((model.ahead(group) for group in sequence), initial=0)]
     room = live_numel_max - model.staying_numel
@@ -214,7 +215,7 @@ def _windows(
             ahead = total[reach + 2] - total[place + 1]
             if ahead > prefetch_numel and reach + 1 - place > least_groups:
                 break
-            if total[reach + 2] > min(limit[place : reach + 1]):  # of any group that computes until then
+            if total[reach + 2] > min(limit[place : reach + 1]):  # for every group that computes until then
                 break
             reach += 1
         windows[group] = tuple(other for other in sequence[place + 1 : reach + 1] if other not in model.staying)

@@ -1,31 +1,31 @@
-"""Readahead: the units that should be staged, given the uses that come and the bytes that may be held; the next one to read,
-and the first one to drop; and the trace, in which the uses that come are learnt.
+"""Readahead: chooses the units to stage from the coming uses and the bytes that may be held, the next unit to read and
+the first to evict; and the trace, from which the coming uses are predicted.
 
-A unit is anything that is staged as a whole and can be a key: a chunk in the product, a number in the simulator. The units to
-stage are the next distinct ones, soonest first, for as long as their bytes fit. The next one is always among them. The first
-that does not fit ends them and is not passed over: later units are needed later, and would only stand in its way.
+A unit is anything that is staged as a whole and can be a dict key: a chunk in the product, a number in the simulator.
+The units to stage are the next distinct ones, soonest first, while their bytes fit. The next one is always included.
+The first that does not fit ends the choice and is not skipped: later units would only take its room.
 
 [Note: Farthest next use]
-The groups used soonest are held, whether they are still to be read or were used just now. So a used group is given up exactly
-when its next use is farther than that of all others that fit. From the end of forward into backward, where the order turns
-round, these are the groups used last, and each byte held there spares a read. No way of holding so many bytes spares more, but
-for the group that fits in part only (a group is gathered from one piece of memory).
+The groups used soonest are held, whether they are still to be read or were just used. So a used group is evicted
+exactly when its next use is farther than that of all others that fit. At the turn from forward to backward these are
+the groups used last, and each byte held there saves a read. No other choice of as many bytes saves more, except for a
+group that fits only in part (a group is gathered from one piece of memory).
 
 [Note: As early as the bytes allow]
-Reads start in the order of need, each as soon as its bytes fit. Bandwidth and compute times say when a read has to start at the
-latest; the bytes that may be held say when it can start at the earliest. Waiting in between gains nothing: empty room serves
-no use, and an idle drive delays all that comes after. The proof: docs/decisions/39-reads-start-as-early-as-the-bytes-allow.md.
+Reads start in the order of need, each as soon as its bytes fit. Bandwidth and compute times set the latest start of a
+read; the bytes that may be held set the earliest. Waiting in between gains nothing: empty room serves no use, and an
+idle drive delays all later reads. The proof: docs/decisions/39-reads-start-as-early-as-the-bytes-allow.md.
 
 [Note: What makes room]
-Cheapest first. A unit that nothing comes for is dropped, oldest first: it will not be read again. Then writes in flight are
-awaited: their room comes free without a read. Only then a wanted unit is dropped, the one needed last: it must be read again,
-and of all units it leaves most time for that. Where units have one size, no other choice reads less (Belady).
+The cheapest comes first. First, units without a coming use are dropped, oldest first: they are not read again. Then
+writes in flight are awaited: their room becomes free without a read. Only then a wanted unit is dropped, the one needed
+last: it must be read again, and has the most time for that. For units of one size, no other choice reads less (Belady).
 
 [Note: What a call costs]
-Thousands of units may be wanted, staged and in flight, and each gather or update asks what to read and what to drop next. So no
-call looks at all of them. The look-ahead looks at a use once when it enters and once when it leaves. The next unit to read and
-the first one to drop are in heaps, in which an entry counts only while it agrees with its unit. An entry that an exception has
-lost costs a read on demand, or a heap that is built again.
+Thousands of units may be wanted, staged and in flight, and each gather or update asks for the next read and the next
+eviction. So no call looks at all units. The look-ahead handles a use once when it enters and once when it leaves. The
+next unit to read and the first to evict are in heaps, in which an entry counts only if it agrees with its unit. If an
+exception loses an entry, the cost is a demand read, or a heap that is rebuilt.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from typing import Any, Generic, TypeVar
 Unit = TypeVar("Unit", bound=Hashable)
 
 UNTIL_THE_END = math.inf
-"""The place after all uses: no use passes it."""
+"""The place after all uses; no use passes it."""
 
 _NOW = -1.0
 _LAST = 1 << 62
-"""When a unit that stays is needed, if its next use is beyond the look-ahead."""
+"""The need of a unit that stays, if its next use is beyond the look-ahead."""
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Use(Generic[Unit]):
     unit: Unit
     until_done: bool = False
     number: int = 0
-    """Its position among the chosen uses; the smaller, the sooner."""
+    """Its position among the chosen uses; smaller is sooner."""
 
 
 Limit = tuple[Any, int]
@@ -66,10 +66,10 @@ Limit = tuple[Any, int]
 
 
 class LookAhead(Generic[Unit]):
-    """Chooses the units to stage for the uses to come, and follows as uses pass: see the notes of this file.
+    """Chooses the units to stage for the coming uses, and follows as uses pass: see the notes of this file.
 
-    The sequence is pulled as far as it is chosen, and one use further; places never fall. Uses that are needed now come before
-    all others. After any change, `fit` chooses again.
+    Pulls from the sequence what it chooses and one use more; places never fall. Uses that are needed now come before
+    all others. After any change, call `fit` to choose again.
 
     Args:
         coming: the sequence.
@@ -80,14 +80,14 @@ class LookAhead(Generic[Unit]):
         self._coming = coming
         self._unit_bytes = [unit_bytes for unit_bytes, _ in limits]
         self._left = [bytes_max for _, bytes_max in limits]
-        """By limit: what the chosen units leave of it. Negative where they are too large."""
+        """By limit: the bytes left by the chosen units. Negative if they are too large."""
         self._sequence: deque[Use[Unit]] = deque()
-        """The part of the sequence that is chosen, numbered from `_first` on."""
+        """The chosen part of the sequence, numbered from `_first` on."""
         self._first = 0
         self._given_up: list[Use[Unit]] = []
         """Uses that were pulled and are not chosen, soonest last."""
         self._uses: dict[Unit, deque[Use[Unit]]] = {}
-        """By chosen unit, its uses in the chosen part."""
+        """By chosen unit: its uses in the chosen part."""
         self._done: set[Unit] = set()
         self._passed = 0.0
         self._changed: dict[Unit, None] = {}
@@ -96,16 +96,16 @@ class LookAhead(Generic[Unit]):
         return unit in self._uses
 
     def __iter__(self) -> Iterator[Unit]:
-        """The chosen units, soonest first."""
+        """Iterate over the chosen units, soonest first."""
         return iter(sorted(self._uses, key=lambda unit: self._uses[unit][0].number))
 
     def needed(self, unit: Unit) -> int | None:
-        """When a unit is needed: the smaller, the sooner. None if it is not chosen."""
+        """Return when a unit is needed; smaller is sooner. None if it is not chosen."""
         uses = self._uses.get(unit)
-        return uses[0].number if uses else None  # none are left for a moment in `_drop`, which an exception may end
+        return uses[0].number if uses else None  # may be empty if an exception interrupted `_drop`
 
     def pass_to(self, place: float) -> None:
-        """The uses before `place` are over, and nothing is needed now any more."""
+        """End the uses before `place`, and all uses that are needed now."""
         self._passed = max(self._passed, place)
         while self._sequence and self._sequence[0].place < place:
             use = self._sequence.popleft()
@@ -115,7 +115,7 @@ class LookAhead(Generic[Unit]):
             self._given_up.pop()
 
     def need_now(self, uses: Sequence[Use[Unit]]) -> None:
-        """These are needed before all others, instead of those of the last call; their places don't count."""
+        """Replace the uses that are needed now, before all others; their places don't count."""
         self.pass_to(_NOW + 1)
         for use in reversed(uses):
             use.place = _NOW
@@ -124,15 +124,15 @@ class LookAhead(Generic[Unit]):
             self._take(use, self._first, front=True)
 
     def done(self, unit: Unit) -> None:
-        """The uses of a unit that were needed `until_done` are over."""
+        """End the uses of a unit that were needed `until_done`."""
         self._done.add(unit)
         uses = self._uses.get(unit)
         if uses is not None:
             self._set(unit, deque(use for use in uses if not use.until_done))
 
     def fit(self) -> list[Unit]:
-        """Choose as much as the limits allow. Returns the units that were chosen or given up, or are needed at another moment,
-        since the last call."""
+        """Choose as many uses as the limits allow. Returns the units that were chosen or given up, or whose need
+        changed, since the last call."""
         while len(self._uses) > 1 and min(self._left, default=0) < 0:
             self._given_up.append(self._sequence.pop())
             self._drop(self._given_up[-1], -1)
@@ -153,7 +153,7 @@ class LookAhead(Generic[Unit]):
         return None
 
     def _fits(self, unit: Unit) -> bool:
-        """Whether a unit fits besides those that are chosen."""
+        """Return True if a unit fits besides the chosen ones."""
         return all(map(le, map(itemgetter(unit), self._unit_bytes), self._left))
 
     def _take(self, use: Use[Unit], number: int, *, front: bool) -> None:
@@ -169,7 +169,7 @@ class LookAhead(Generic[Unit]):
             uses.append(use)
 
     def _drop(self, use: Use[Unit], end: int) -> None:
-        """A use left the sequence, at its beginning (end 0) or its end (-1). One that was done has left it before."""
+        """Remove a use from the sequence's beginning (end 0) or end (-1). A use that is done was removed before."""
         uses = self._uses.get(use.unit)
         if uses is None or uses[end] is not use:
             return
@@ -181,7 +181,7 @@ class LookAhead(Generic[Unit]):
             self._set(use.unit, uses)
 
     def _set(self, unit: Unit, uses: deque[Use[Unit]]) -> None:
-        """Only these uses of a unit are left."""
+        """Keep only these uses of a unit."""
         if uses:
             self._uses[unit] = uses
             self._changed[unit] = None
@@ -196,11 +196,11 @@ class LookAhead(Generic[Unit]):
 
 
 class Eviction(Generic[Unit]):
-    """The units that may be dropped, and their order: see [Note: What makes room]. Decides; drops nothing itself.
+    """The units that may be dropped, and their order: see [Note: What makes room]. Decides only.
 
-    `needed` says when a unit is needed next: the smaller, the sooner; None where nothing comes for it. No two units are needed
-    at the same moment. Each call costs the logarithm of the units: a heap entry counts only while it agrees with its unit, so
-    that nothing has to be searched when a unit leaves or is needed at another moment.
+    `needed` is when a unit is needed next; smaller is sooner, None is never. No two units have the same number. Each
+    call costs the logarithm of the units: a heap entry counts only if it agrees with its unit, so no search is needed
+    if a unit leaves or its need changes.
     """
 
     def __init__(self) -> None:
@@ -215,46 +215,46 @@ class Eviction(Generic[Unit]):
         return unit in self._staged
 
     def __iter__(self) -> Iterator[Unit]:
-        """Oldest first."""
+        """Iterate, oldest first."""
         return iter(self._staged)
 
     def add(self, unit: Unit, needed: int | None) -> None:
-        """From now on the unit may be dropped. It is the youngest."""
+        """Add a unit that may be dropped, as the youngest."""
         self._staged[unit] = (next(self._ages), needed)
         self._push(unit)
 
     def renew(self, unit: Unit) -> None:
-        """The unit is the youngest now. Nothing to do where it isn't staged."""
+        """Make a unit the youngest, if it is staged."""
         if unit in self._staged:
             self.add(unit, self._staged[unit][1])
 
     def discard(self, unit: Unit) -> None:
-        """The unit was dropped, or is in use. Nothing to do where it isn't staged."""
+        """Remove a unit that was dropped or is in use, if it is staged."""
         self._staged.pop(unit, None)
 
     def need(self, unit: Unit, needed: int | None) -> None:
-        """The unit is needed at another moment now. Nothing to do where it isn't staged."""
+        """Change when a unit is needed, if it is staged."""
         if unit in self._staged and self._staged[unit][1] != needed:
             self._staged[unit] = (self._staged[unit][0], needed)
             self._push(unit)
 
     def need_all(self, needed_of: Callable[[Unit], int | None]) -> None:
-        """Another sequence of uses comes: ask again when each unit is needed."""
+        """Ask again when each unit is needed, after the sequence of uses was replaced."""
         self._staged = {unit: (age, needed_of(unit)) for unit, (age, _) in self._staged.items()}
         self._fill()
 
     def victim(self, *, writes_in_flight: bool) -> Unit | None:
-        """The unit to drop next. None: wait for a write, or, where none is in flight, nothing can be dropped."""
+        """Return the unit to drop next. None: wait for a write in flight, or, without one, nothing can be dropped."""
         unit = self.oldest_unwanted()
         if unit is None and not writes_in_flight:
             unit = self._last_wanted()
             if unit is None and self._staged:
-                self._fill()  # an exception came between a change and its entry
+                self._fill()  # an exception interrupted a change before its entry
                 return self.victim(writes_in_flight=False)
         return unit
 
     def oldest_unwanted(self, fitting: Callable[[Unit], bool] = lambda unit: True) -> Unit | None:
-        """The oldest `fitting` unit that nothing comes for: what reads ahead may displace."""
+        """Return the oldest `fitting` unit without a coming use, which a prefetch may displace."""
         passed: list[tuple[int, Unit]] = []
         chosen = None
         while self._unwanted and chosen is None:
@@ -287,7 +287,6 @@ class Eviction(Generic[Unit]):
             self._fill()
 
     def _fill(self) -> None:
-        """Build all entries again."""
         staged = self._staged.items()
         self._unwanted = [(age, unit) for unit, (age, needed) in staged if needed is None]
         self._wanted = [(-needed, age, unit) for unit, (age, needed) in staged if needed is not None]
@@ -297,11 +296,11 @@ class Eviction(Generic[Unit]):
 
 
 class ReadAhead(Generic[Unit]):
-    """The units that are staged or wanted, the next one to read and the first one to drop. Decides; reads and drops nothing.
+    """The units that are staged or wanted, the next one to read and the first one to drop. Decides only.
 
     Args:
-        held: the units that have memory, and so are not to be read.
-        readable: the type of those that can be read. Units of other types stand for room alone.
+        held: units that have memory and are not to be read.
+        readable: the type of units that can be read. Other units only stand for room.
     """
 
     def __init__(self, held: Container[Unit], readable: type) -> None:
@@ -311,26 +310,26 @@ class ReadAhead(Generic[Unit]):
         self._held, self._readable = held, readable
         self._stay: Collection[Unit] = ()
         self._to_read: list[tuple[int, int, Unit]] = []
-        """A heap of (when it is needed, number, unit). The numbers are unique, so that no units are compared."""
+        """A heap of (when it is needed, number, unit). Numbers are unique, so units are never compared."""
         self._numbers = count()
         self._compact_at = 64
 
     def needed(self, unit: Unit) -> int | None:
-        """When a unit is needed: the smaller, the sooner. None if it is not wanted."""
+        """Return when a unit is needed; smaller is sooner. None if it is not wanted."""
         uses = self.following._uses.get(unit)
         if uses:
             return uses[0].number
         return _LAST if unit in self._stay else None
 
     def follow(self, following: LookAhead[Unit], stay: Collection[Unit] = ()) -> None:
-        """From now on the units are wanted that `following` chooses, and those that `stay`, after them."""
+        """Replace the wanted units: those that `following` chooses, then those that `stay`."""
         self.following, self._stay = following, stay
         following.fit()
         self._fill(following)
         self.staged.need_all(self.needed)
 
     def fit(self) -> None:
-        """Choose again, after a change to `following`."""
+        """Choose again after a change to `following`."""
         for unit in self.following.fit():
             if unit in self._held:
                 self.staged.need(unit, self.needed(unit))
@@ -338,11 +337,11 @@ class ReadAhead(Generic[Unit]):
                 self.unstage(unit)
 
     def stage(self, unit: Unit) -> None:
-        """A unit is staged, or will be: it may be dropped."""
+        """Add a unit that is staged or being staged, and may be dropped."""
         self.staged.add(unit, self.needed(unit))
 
     def unstage(self, unit: Unit) -> None:
-        """A unit is only on NVMe, again or still."""
+        """Add a unit that is only on NVMe."""
         needed = self.needed(unit)
         if needed is not None:
             heapq.heappush(self._to_read, (needed, next(self._numbers), unit))
@@ -350,7 +349,7 @@ class ReadAhead(Generic[Unit]):
                 self._fill(dict.fromkeys(unit for _, _, unit in self._to_read))
 
     def to_read(self) -> Iterator[Unit]:
-        """The wanted units on NVMe, soonest needed first. A unit that comes to rest after its turn is passed over."""
+        """Yield the wanted units on NVMe, soonest needed first. Skips a unit that returns to NVMe after its turn."""
         reached = -_LAST
         passed_over: list[Unit] = []
         try:
@@ -379,17 +378,17 @@ class ReadAhead(Generic[Unit]):
 
 
 def in_turn(units: Sequence[Unit], *, at_once: int | None = None) -> LookAhead[Unit]:
-    """A look-ahead over units that are used one after another, so many `at_once` (all if None)."""
+    """Return a look-ahead over units that are used one after another, `at_once` at a time (all if None)."""
     uses = (Use(float(place), unit) for place, unit in enumerate(units))
     ones: Mapping[Unit, int] = dict.fromkeys(units, 1)
     return LookAhead(uses, (ones, len(units) if at_once is None else at_once))
 
 
 def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
-    """What should be staged at every place of a known step, for the simulator, in one pass over it.
+    """Plan what should be staged at every place of a known step, for the simulator, in one pass over it.
 
-    With `place` uses over, the groups of `uses[place : ends[place]]` should be staged; `ends` is returned, one longer than
-    `uses`. It never falls, so a reader that walks along it starts every read once.
+    After `place` uses, the groups of `uses[place : ends[place]]` should be staged. Returns `ends`, one longer than
+    `uses`. It never falls, so a reader that follows it starts every read once.
     """
     held = [0] * len(group_bytes)
     ends = []
@@ -413,15 +412,14 @@ def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_
 def cycle_read_bytes(
     uses: Sequence[Unit], read_bytes: Sequence[int], next_cycle: Iterable[Unit], *limits: Limit
 ) -> int:
-    """Bytes read in a cycle of uses, one of many, if after each use the units stay staged that a look-ahead chooses.
+    """Return the bytes read in one of many equal cycles of uses, if a look-ahead's units stay staged after each use.
 
     A use reads nothing if its unit stayed since its last use.
 
     Args:
         uses: the unit of each use, in order.
         read_bytes: by place in `uses`, the bytes that staging the unit there reads.
-        next_cycle: the units that are chosen for the cycle after this one, in their order; of these, those with a use may stay
-            beyond the end.
+        next_cycle: the units chosen for the next cycle, in order; those with a use may stay beyond the end.
         limits: as for `LookAhead`.
     """
     ends = [*next_cycle]
@@ -436,7 +434,7 @@ def _read_in_cycle(
     limits: Sequence[Limit],
     stayed: set[Unit],
 ) -> tuple[int, set[Unit]]:
-    """Bytes read in a cycle at whose beginning so many have `stayed`, and the units that stay at its end."""
+    """Return the bytes read in a cycle that begins with the units `stayed`, and the units that stay at its end."""
     total = 0
     coming = [
         *(Use(float(place), unit) for place, unit in enumerate(uses)),
@@ -457,23 +455,23 @@ def _read_in_cycle(
 
 
 class Trace(Generic[Unit]):
-    """The order of uses of one phase (training, or evaluation), as a cycle of units.
+    """The order of uses of one phase (training or evaluation), as a cycle of units.
 
-    A cycle is recorded while the one before it is followed. A use that was not expected moves the place in the followed
-    cycle to the next such use, if there is one, and is otherwise only recorded: prediction is an accelerator, never a
-    condition. The recorded cycle becomes the followed one at its end, so the trace heals itself within one cycle. Only a cycle
-    that `interrupt` excuses counts as an exception, until a second one is like it.
+    Each cycle is recorded while the previous one is followed. An unexpected use moves the place to the next such use in
+    the followed cycle, if there is one, and otherwise is only recorded: a prediction changes speed, never results. At
+    its end the recorded cycle becomes the followed one, so a wrong trace is corrected within one cycle. Only a cycle
+    that `interrupt` excuses is treated as an exception, until a second one equals it.
     """
 
     def __init__(self) -> None:
         self.cycle: tuple[Unit, ...] = ()
         """The order that is followed; empty until one is known."""
         self.place = 0
-        """The number of its uses that are over."""
+        """Number of its uses that are over."""
         self.mispredictions = 0
-        """Uses that came when another was expected (or none), since the first cycle was complete."""
+        """Number of uses that were not the expected ones, since the first cycle was complete."""
         self._places: dict[Unit, list[int]] = {}
-        """The places of each unit in the cycle."""
+        """By unit: its places in the cycle."""
         self._recorded: list[Unit] = []
         self._before: tuple[Unit, ...] = ()
         self._used: set[Unit] = set()
@@ -481,11 +479,11 @@ class Trace(Generic[Unit]):
         self._excused = 0
 
     def used(self, group: Unit) -> bool:
-        """Whether `group` was used in the cycle that is going on."""
+        """Return True if `group` was used in the current cycle."""
         return group in self._used
 
     def use(self, group: Unit) -> None:
-        """Group `group` is used now."""
+        """Record a use of `group`."""
         self._recorded.append(group)
         self._used.add(group)
         if not self.cycle:
@@ -496,22 +494,22 @@ class Trace(Generic[Unit]):
         if place != self.place:
             self._mispredicted = True
             self.mispredictions += 1
-        if place is not None:  # else not expected in the rest of this cycle: stay, the next use may fit again
+        if place is not None:  # else the cycle has no such use left: stay, the next use may fit again
             self.place = place + 1
 
     def interrupt(self) -> None:
-        """Something else came in between: this cycle may differ for that reason, and the next one from this."""
+        """Excuse this cycle and the next: another activity came in between, so they may differ."""
         self._excused = 2
 
     def restart(self) -> None:
-        """An exception ended this cycle: it begins again, and may differ for that reason, and the next one from it."""
+        """Begin this cycle again after an exception, and excuse it and the next."""
         self._recorded, self._used, self.place, self._mispredicted = [], set(), 0, False
         self.interrupt()
 
     def end_cycle(self) -> bool:
-        """The cycle is over (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
+        """End the cycle (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
 
-        Returns whether it went another way than the ones before it, for no reason that `interrupt` told.
+        Returns True if it differed from the cycles before without an excuse.
         """
         if not self._recorded:
             return False
@@ -530,12 +528,12 @@ class Trace(Generic[Unit]):
         return unexcused
 
     def upcoming(self, *, into_next: bool = False) -> Iterator[Unit]:
-        """The uses expected in the rest of this cycle, `into_next`: and in the next one. Empty until one is known.
+        """Yield the expected uses in the rest of this cycle (`into_next`: and in the next). Empty until one is known.
 
-        What is read before the end of a training cycle is stale after it: the step changes every group.
+        Bytes read before the end of a training cycle are stale after it: the step changes every group.
         """
         cycle = self.cycle
-        for place in range(self.place, len(cycle)):  # no slice: who looks ahead stops after a few
+        for place in range(self.place, len(cycle)):  # no slice, because callers stop after a few
             yield cycle[place]
         if into_next:
             yield from cycle

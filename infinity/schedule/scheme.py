@@ -1,41 +1,41 @@
-"""The scheme of a step: how master weights rest on the drive, when a group is updated, what that moves, and whether an update
-before the step will probably be what the step does.
+"""The scheme of a step: the storage of master weights, the time of updates, the bytes that both move, and a prediction
+whether a step will accept an early update.
 
 [Note: Schemes]
-Master weights rest *split*, as the bf16 compute parameter that is gathered and its 16-bit remainder (with Adam 12 bytes of
-state per element, the compute parameter among them), or in *full* beside the compute parameter (14). A group is updated in the
-optimizer *step* after the backward; or just before its next *forward*, by the numbers that the step settled; or in the
-*backward*, as soon as its gradient is reduced, which is the same only where nothing has to be known of all gradients before.
-Bytes per element of one micro-batch, compute parameters included:
+Master weights are stored *split*, as the gathered bf16 compute parameter and its 16-bit remainder, or in *full* next to
+the compute parameter. With Adam an element takes 12 bytes split and 14 in full, including the compute parameter. A
+group is updated in the optimizer *step* after the backward; or just before its next *forward*, with the numbers that
+the step settled; or in the *backward*, once its gradient is reduced, which gives the same result only if the update
+depends on no other gradient. Bytes per element with one micro-batch, including compute parameters:
 
     split      forward   backward   step      read   written
     step       2         2          12        16     12
     forward    12        2                    14     12
     backward   2         12                   14     12
 
-In full the step reads 12 and writes 14. Updated before its forward, a group gets its compute parameters from the update (12 + 2
-read); updated in its backward, it has them already, and reads the full master (2 + 2 + 12).
+In full, the step reads 12 and writes 14. Updated before its forward, a group gets its compute parameters from the
+update (12 + 2 read); updated in its backward, it has them already, and reads the full master (2 + 2 + 12).
 
-Where the backward's updates are speculative, a step that accepts them moves what "backward" says. One that discards them has
-read the other state and written all of it for nothing; the next forward makes the updates as "forward" does.
+If updates in the backward are speculative, a step that accepts them moves the bytes of "backward". A step that discards
+them has read the other state and written all of it in vain; the next forward then makes the updates as "forward" does.
 
-An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each that it lacks; one
-with moments in bf16 moves 2 bytes less for each, with moments in 8 bits 3 less, but for their scales.
+An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each missing one.
+Moments in bf16 move 2 bytes less each, moments in 8 bits 3 less, except for their scales.
 
 [Note: Balance of the passes]
-With all updates in the backward a forward moves 2 of a step's 26 bytes per element ([Note: Schemes]), and has a
-third of the compute. Where compute and drive take equally long, the drive idles in the forward, and the backward waits for it.
-An element that is updated before its next forward moves 24 bytes there, and 2 in the backward. If a share s of them is, the
-forward has its third of the bytes where
+With all updates in the backward, a forward moves 2 of a step's 26 bytes per element ([Note: Schemes]), but has a third
+of the compute. If compute and drive take equally long, the drive idles in the forward, and the backward waits for it.
+An element that is updated before its next forward moves 24 bytes there, and 2 in the backward. For a share s of such
+elements, the forward has its third of the bytes if
 
     2 + 22 s = 26 / 3        s = 0.30
 
-and neither pass waits while the other idles, at any ratio of compute and drive. With saved activations recomputed a
-forward has a quarter of the compute, and s is 0.20. So a fourth of the elements is updated before its next forward; measured,
-shares of 0.2 to 0.34 are equally good. Their gradients wait until then, which takes memory. The numbers are the same.
+and no pass waits while the other idles, at any ratio of compute and drive. If saved activations are recomputed, a
+forward has a quarter of the compute, and s is 0.20. So a fourth of the elements is updated before its next forward;
+measured shares of 0.2 to 0.34 are equally good. Their gradients take memory until then. The results are the same.
 
-Where all gradients wait for the step, as with speculative updates, the fourth is every fourth sub-group: each group has some,
-and the drive is never idle between two groups. Else it is every fourth group, whose gradients alone are kept.
+If all gradients wait for the step, as with speculative updates, the fourth is every fourth sub-group: each group has
+some, and the drive is never idle between two groups. Otherwise it is every fourth group, and only its gradients wait.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from infinity.errors import ConfigError
 MasterWeights = Literal["split", "full"]
 Update = Literal["step", "forward", "backward"]
 Schedule = Literal["horizontal", "vertical"]
-"""One micro-batch after the other, or all of them through a group before the next."""
+"""One micro-batch after another, or all of them through a group before the next."""
 
 COMPUTE_BYTES = 2
-"""One compute parameter (bf16)."""
+"""Bytes of a compute parameter (bf16)."""
 
 MASTER_BYTES = 4
 MOMENT_BYTES = 4
@@ -61,18 +61,18 @@ MOMENT_BYTES_OF: dict[str, float] = {"fp32": MOMENT_BYTES, "bf16": 2, "8bit": 1 
 """By the config's name of their dtype. A moment in 8 bits has a share in the scale of its block of 256."""
 
 ADAM_MOMENTS = 2
-"""Numbers that Adam keeps of each element. SGD keeps one, its momentum, or none without."""
+"""Numbers that Adam keeps per element. SGD keeps one, its momentum, or none."""
 
 
 def state_bytes(moments: float = ADAM_MOMENTS, moment_bytes: float = MOMENT_BYTES) -> float:
-    """Master and moments of one element; of a split master the compute parameter is a part."""
+    """Return the bytes of master and moments per element; the compute parameter is part of a split master."""
     return MASTER_BYTES + moments * moment_bytes
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """See [Note: Schemes]. `moments`: how many numbers the optimizer keeps of each element, on average, of `moment_bytes` each.
-    `speculative`: whether the step accepts or discards updates in the backward. `collective`: as for `late_update`."""
+    """See [Note: Schemes]. `moments`: numbers that the optimizer keeps per element, on average, of `moment_bytes` each.
+    `speculative`: the step accepts or discards updates in the backward. `collective`: as for `late_update`."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
@@ -87,24 +87,24 @@ class Scheme:
 
     @property
     def late(self) -> Update:
-        """When that is updated which the backward doesn't."""
+        """The time of the updates that the backward doesn't make."""
         return "step" if self.update == "step" else late_update(self.collective)
 
     @property
     def state_bytes(self) -> float:
-        """Master and moments of one element; of a split master the compute parameter is a part."""
+        """Bytes of master and moments per element, as `state_bytes` returns."""
         return state_bytes(self.moments, self.moment_bytes)
 
     def compute_is_state(self, compute_itemsize: int = COMPUTE_BYTES) -> bool:
-        """Whether the compute parameter is a part of the state: of a split master, or as the fp32 master itself."""
+        """Return True if the compute parameter is part of the state: of a split master, or as the fp32 master."""
         return self.master_weights == "split" or compute_itemsize >= MASTER_BYTES
 
     def other_state_bytes(self) -> float:
-        """State per element without the compute parameter: remainder and moments, moments alone, or master and moments."""
+        """Return the bytes of state per element without the compute parameter (if that is a part of it)."""
         return self.state_bytes - (COMPUTE_BYTES if self.compute_is_state() else 0)
 
     def compute_reads(self, gathers: int, compute_itemsize: int = COMPUTE_BYTES) -> int:
-        """How often a step reads a trained compute parameter that it gathers `gathers` times and that isn't cached."""
+        """Return how often a step reads a trained, uncached compute parameter that it gathers `gathers` times."""
         if not self.compute_is_state(compute_itemsize):
             return gathers - (self.update == "forward")
         if self.update == "step":
@@ -113,14 +113,14 @@ class Scheme:
 
     @property
     def discarded_bytes(self) -> tuple[float, float]:
-        """Bytes (read, written) per element that a discarded update costs beyond an accepted one: the next forward reads the
-        state, and spares the read of a gather."""
+        """Bytes (read, written) per element that a discarded update costs more than an accepted one. Includes the read
+        that the next forward's update saves its gather."""
         return self.state_bytes - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
 
 
 def late_update(collective: bool) -> Update:
-    """The best update that is not in the backward. `collective`: all ranks update in collectives, so that none may be left for
-    later than the step."""
+    """Return the best update outside the backward. `collective`: all ranks update in collectives, so no update may be
+    deferred beyond the step."""
     return "step" if collective else "forward"
 
 
@@ -133,11 +133,11 @@ def choose_update(
     keep_grad: bool = False,
     collective: bool = False,
 ) -> tuple[Update, bool]:
-    """The update that was `asked` for; or, for "auto", in the backward, unless gradients are to stay in `.grad`: then
-    `late_update`. And whether it is speculative: in the backward, where the factor of a gradient is not known.
+    """Return the update for `asked`, and True if it is speculative: in the backward, with a gradient's factor unknown.
 
-    The factor is known where it depends on no other gradient. `collective`: as for `late_update`. Raises ConfigError where
-    "backward" was asked for, and gradients are to stay in `.grad`, or "forward", and ranks update together.
+    "auto" is in the backward, or `late_update` if gradients must stay in `.grad`. The factor is known if it depends on
+    no other gradient. `collective`: as for `late_update`. Raises ConfigError for "backward" if gradients must stay in
+    `.grad`, and for "forward" if ranks update together.
     """
     factor_known = not clipping and accumulation == 1 and not loss_scaling
     if asked == "auto":
@@ -149,7 +149,7 @@ def choose_update(
         )
     if asked == "forward" and collective:
         raise ConfigError(
-            'infinity.update "forward" leaves updates to whoever gathers a group or looks at it, and on several ranks Muon '
+            'infinity.update "forward" defers updates to the rank that next uses a group, but on several ranks Muon '
             'updates matrices on all of them together: use "backward" or "step"'
         )
     if asked not in ("step", "forward", "backward"):
@@ -158,17 +158,17 @@ def choose_update(
 
 
 APART = 4
-"""One of so many neighbours is updated before its next forward."""
+"""One of so many groups or sub-groups is updated before its next forward."""
 
 _STEPS_SEEN = 4
 _OTHERS_MAX = 1
 
 
 class UpdateTiming(enum.Enum):
-    """When a group is updated. Decided once per group, when the model is planned.
+    """When a group is updated. Fixed per group when the model is planned.
 
-    SPECULATIVE: in the backward, into the other slot; the step accepts that, or discards it and updates the group as FORWARD.
-    So is every fourth sub-group: see [Note: Balance of the passes].
+    SPECULATIVE: in the backward, into the other slot; the step accepts that, or discards it and updates the group as
+    FORWARD. Every fourth sub-group is always updated as FORWARD: see [Note: Balance of the passes].
     """
 
     STEP = "step"
@@ -187,21 +187,21 @@ class UpdateTiming(enum.Enum):
 
     @property
     def update(self) -> Update:
-        """The value of `PagingOptions.update` that asks for it."""
+        """The value of `PagingOptions.update` that selects it."""
         return "backward" if self.in_backward else "step" if self is UpdateTiming.STEP else "forward"
 
 
 def is_left_to_forward(number: int) -> bool:
-    """Whether the group or sub-group of a number is updated before its next forward, if the others are in the backward."""
+    """Return True if the group or sub-group of this number is updated before its next forward, unlike the others."""
     return number % APART == APART - 1
 
 
 class SpeculationPolicy:
-    """Says whether groups are to be updated in the backward, for the step to accept.
+    """Decides whether groups are updated speculatively in the backward.
 
-    An update that is accepted hides behind the backward; one that is discarded has read and written the state for nothing. So
-    at most one of the last four steps may have been another than expected, speculative or not. A run that clips every step
-    updates two of them early, and none after that.
+    An accepted update hides behind the backward; a discarded one has read and written the state in vain. So at most one
+    of the last four steps may have been unexpected, speculative or not. A run that clips every step updates two of them
+    early, and no more.
     """
 
     def __init__(self) -> None:
@@ -209,9 +209,9 @@ class SpeculationPolicy:
 
     @property
     def speculates(self) -> bool:
-        """Whether the next step will probably be as expected."""
+        """True if the next step will probably be as expected."""
         return sum(self._others) <= _OTHERS_MAX
 
     def note(self, *, as_expected: bool) -> None:
-        """A step is over. `as_expected`: whether gradients were neither clipped nor overflowed, nor their updates discarded."""
+        """Record a step. `as_expected`: gradients were neither clipped nor overflowed, and no update was discarded."""
         self._others.append(not as_expected)

@@ -1,4 +1,4 @@
-"""A timeline: intervals of work by resource, measured or simulated, as figures and as Chrome's trace events.
+"""A timeline: intervals of work by resource, measured or simulated, as figures and as Chrome trace events.
 
 Pure: names and seconds in, figures and dicts out.
 """
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from infinity.units import format_bytes
 
 LANES = ("step", "gather", "update", "gradients", "copy", "stall", "compute")
-"""Of the training thread, in the order in which they are shown; those of the drives come before them."""
+"""Lanes of the training thread, in display order; those of the drives come first."""
 
 _WORKING = ("gather", "update", "gradients", "copy", "stall")
-"""What the training thread does in them is not compute; they lie in one another."""
+"""Lanes in which the training thread doesn't compute; they may be nested."""
 
 
 class Interval(NamedTuple):
@@ -29,8 +29,8 @@ class Interval(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The part of a transfer that one drive moved: `nbytes` of `name`, the first block submitted at `start`, the last done at
-    `end` (seconds since the trace began). `waited`: for how long it was queued before that (seconds)."""
+    """The part of a transfer that one drive moved: `nbytes` of `name`, from the submission of its first block at
+    `start` to the end of its last at `end` (seconds since the trace began). `waited`: seconds in the queue before."""
 
     drive: int
     writes: bool
@@ -42,7 +42,7 @@ class Moved(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Its row."""
+        """The name of its row."""
         return f"drive {self.drive} {'write' if self.writes else 'read'}"
 
 
@@ -52,7 +52,8 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class DriveUse:
-    """What one drive moved in a trace (bytes), and the shares of its time in which it read, wrote, or did either (0 to 1)."""
+    """The bytes that one drive moved in a trace, and the shares of time (0 to 1) in which it read, wrote, or did
+    either."""
 
     read_bytes: int
     written_bytes: int
@@ -66,13 +67,13 @@ class TraceSummary:
     """A trace as numbers (seconds, of one rank).
 
     Attributes:
-        seconds: from `start_trace` until, in `stop_trace`, all transfers had ended.
-        steps: optimizer steps that ended in it.
-        drives: what each drive did, in the order of the paths.
-        stall_seconds: the training thread waited for a drive, as `swap_stats()` counts it.
-        hidden_io_seconds: some drive was busy, and the training thread did not wait for one.
-        exposed_io_seconds: some drive was busy, and the training thread waited for one.
-        update_seconds, gather_seconds: it updated, gathered (without the waiting, copies and updates in it).
+        seconds: from `start_trace` until all transfers had ended, in `stop_trace`.
+        steps: number of optimizer steps that ended.
+        drives: the use of each drive, in the order of the paths.
+        stall_seconds: the training thread waited for a drive, as in `swap_stats()`.
+        hidden_io_seconds: a drive was busy, and the training thread did not wait for one.
+        exposed_io_seconds: a drive was busy, and the training thread waited for one.
+        update_seconds, gather_seconds: updating, gathering (without the stalls, copies and updates inside).
         compute_seconds: all other time.
     """
 
@@ -87,7 +88,7 @@ class TraceSummary:
     compute_seconds: float
 
     def in_words(self) -> dict[str, str]:
-        """Rows of a table: a quantity and its value, in words."""
+        """Return the rows of a table: names of quantities and their values."""
         rows = {}
         for number, drive in enumerate(self.drives):
             rows["drive busy" if len(self.drives) == 1 else f"drive {number} busy"] = (
@@ -103,7 +104,7 @@ class TraceSummary:
 def summarize(
     intervals: Sequence[Interval], moved: Sequence[Moved], *, seconds: float, steps: int, drives: int
 ) -> TraceSummary:
-    """The figures of a trace that lasted `seconds` over so many drives."""
+    """Return the figures of a trace of `seconds` over so many drives."""
     lanes = {lane: united(_spans_of(some for some in intervals if some.resource == lane)) for lane in LANES}
     waiting = lanes["stall"]
     busy = united(_spans_of(moved))
@@ -123,7 +124,7 @@ def summarize(
 
 
 def compute_between(intervals: Sequence[Interval], seconds: float) -> list[Interval]:
-    """The time of the training thread in which it did nothing that was noted: intervals named by the part of the step."""
+    """Return the training thread's time outside all recorded work, as intervals named by the part of the step."""
     working = united(_spans_of(some for some in intervals if some.resource in _WORKING))
     phases = sorted((some for some in intervals if some.resource == "step"), key=attrgetter("start"))
     between = without([(0.0, seconds)], united(_spans_of(phases)))
@@ -135,10 +136,10 @@ def compute_between(intervals: Sequence[Interval], seconds: float) -> list[Inter
 
 
 def one_after_another(moved: Iterable[Moved]) -> list[Moved]:
-    """The transfers of one lane as if the drive had done one at a time, in the order in which they ended.
+    """Return the transfers of one lane as if the drive had done one at a time, in the order in which they ended.
 
-    A drive has many in flight at once. Each gets the time from the end of the one before it, or from when one of those left
-    was submitted; so the lane is busy exactly when the drive was.
+    A drive has many in flight at once. Each gets the time from the end of the previous one, or from the submission of
+    the first of the remaining ones; so the lane is busy exactly when the drive was.
     """
     by_end = sorted(moved, key=lambda transfer: transfer.end)
     earliest, begun = float("inf"), []
@@ -153,12 +154,12 @@ def one_after_another(moved: Iterable[Moved]) -> list[Moved]:
 
 
 def trace_events(timeline: Iterable[Interval]) -> list[dict[str, Any]]:
-    """Events of Chrome's trace format (microseconds), a row per resource in the order in which they come."""
+    """Return events of Chrome's trace format (microseconds), with one row per resource in order of appearance."""
     return _events([(*interval, {}) for interval in timeline], process=0)
 
 
 def measured_events(intervals: Sequence[Interval], moved: Sequence[Moved], *, process: int) -> list[dict[str, Any]]:
-    """The same of a trace: the drives' rows, with the bytes of each transfer, above the training thread's."""
+    """Return the events of a measured trace: the drives' rows, with bytes, above those of the training thread."""
     rows: list[tuple[str, str, float, float, Mapping[str, Any]]] = []
     for lane in sorted({transfer.lane for transfer in moved}):
         for one in one_after_another(transfer for transfer in moved if transfer.lane == lane):
@@ -166,14 +167,14 @@ def measured_events(intervals: Sequence[Interval], moved: Sequence[Moved], *, pr
     for lane in LANES:
         rows += [(*interval, {}) for interval in intervals if interval.resource == lane]
     events = _events(rows, process)
-    for number in {event["tid"] for event in events}:  # else a viewer may sort the rows by name
+    for number in {event["tid"] for event in events}:  # otherwise a viewer may sort the rows by name
         where = {"ph": "M", "pid": process, "tid": number}
         events.append({"name": "thread_sort_index", **where, "args": {"sort_index": number}})
     return [*events, {"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"rank {process}"}}]
 
 
 def united(spans: Iterable[tuple[float, float]]) -> Spans:
-    """Their union."""
+    """Return the union of spans."""
     union: Spans = []
     for start, end in sorted(spans):
         if union and start <= union[-1][1]:
@@ -184,7 +185,7 @@ def united(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def common(left: Spans, right: Spans) -> Spans:
-    """What lies in both."""
+    """Return the parts in both."""
     spans: Spans = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -205,7 +206,7 @@ def without(spans: Spans, taken: Spans) -> Spans:
 
 
 def total(spans: Spans) -> float:
-    """Seconds in them."""
+    """Return the seconds in spans."""
     return sum(end - start for start, end in spans)
 
 
