@@ -1,4 +1,4 @@
-"""The swap floor: parameters and optimizer state between the arena, the pinned pool and FSDP2."""
+"""Parameters and optimizer state between the arena, the pinned pool and FSDP2."""
 
 from infinity.schedule.timeline import TraceSummary
 from infinity.swap.hosted_optimizer import HostedOptimizer, PagedSGD

@@ -1,4 +1,4 @@
-"""The chunk: bytes that move between the arena and a lease together, the one door of its state, and its transfers."""
+"""The chunk: bytes that move between the arena and a lease as one, with their state and their transfers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from infinity.store.foreign import ForeignFile
 
 
 class ChunkState(enum.Enum):
-    """Where a chunk is, and who holds memory for it."""
+    """The place of a chunk's bytes, and the owner of its memory."""
 
     ON_NVME = "on_nvme"
     """Only on NVMe. Holds no lease."""
     READING = "reading"
-    """A read into its lease is in flight; the transfers hold the memory too. May be dropped once the read has ended."""
+    """A read into its lease is in flight, and the transfers hold the memory too. May be dropped when that has ended."""
     STAGED = "staged"
-    """Its lease holds what the arena holds; nobody uses it. May be dropped, once the device has copied what it took."""
+    """Its lease holds the arena's bytes and is not in use. May be dropped once the device has copied them."""
     IN_USE = "in use"
-    """Somebody reads or changes its lease. Must not be dropped."""
+    """A caller reads or changes its lease. Must not be dropped."""
     COPYING_TO_DEVICE = "copying to device"
-    """Given back by its user; the device is still copying out of the lease, which is free when the event fires."""
+    """Released by its user, while the device still copies out of the lease. The lease is free when the event fires."""
     COPYING_FROM_DEVICE = "copying from device"
-    """The device is copying new bytes into its lease, which is written when the event has fired."""
+    """The device copies new bytes into its lease, which is written after the event has fired."""
     WRITING = "writing"
-    """Its lease is being written to the arena; free when the write has ended."""
+    """Its lease is being written to the arena, and is free when the write has ended."""
 
 
 _ALLOWED = {
@@ -54,8 +54,8 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Span:
-    """`nbytes` bytes at `offset` of the arena, or of a `foreign` file, which lie at `lease_offset` of the chunk's lease. All
-    4 KiB aligned."""
+    """`nbytes` bytes at `offset` of the arena or of a `foreign` file, and at `lease_offset` of the chunk's lease. All
+    values are 4 KiB aligned."""
 
     offset: int
     lease_offset: int
@@ -65,12 +65,11 @@ class Span:
 
 @dataclass(eq=False)
 class Chunk:
-    """Bytes that move as one: staging reads the spans `reads`, writing back stores the spans `writes`.
+    """Bytes that move as one: staging reads the spans `reads`, writing back writes the spans `writes`.
 
-    `after`: chunks whose write must have ended before this one is read, because they store the same bytes.
-    `fills`: elements in host memory that staging copies into the lease: (first byte there, elements).
-    `on_lost` is called with the failure in words when a write has failed: the arena then holds neither the old bytes nor the
-    new.
+    `after`: chunks that store the same bytes; their writes must end before this chunk is read. `fills`: elements in
+    host memory that staging copies into the lease, as (first byte there, elements). `on_lost`: called with the failure
+    in words if a write failed; the arena then holds neither the old bytes nor the new ones.
     """
 
     name: str
@@ -81,41 +80,41 @@ class Chunk:
     fills: tuple[tuple[int, torch.Tensor], ...] = field(default=(), repr=False)
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
     verified_by_caller: bool = False
-    """Whether the caller verifies the bytes that were read, in a pass that it makes over them anyway: see `ChunkIo.verify`."""
+    """True if the caller verifies the bytes, in a pass that it makes over them anyway: see `ChunkIo.verify`."""
     unverified: bool = False
-    """Whether nobody has verified the bytes that were read."""
+    """True if the bytes that were read have not been verified."""
     sums: bytes | None = field(default=None, repr=False)
-    """Checksums of the pages that are to be written, if the caller has made them."""
+    """Checksums of the pages to write, if the caller computed them."""
     home: Lease | None = field(default=None, repr=False)
-    """Of one that stays staged from step to step: the lease that is its own for good. See [Note: Staying staged] in
+    """The permanent lease of a chunk that stays staged from step to step: see [Note: Staying staged] in
     infinity/schedule/residency.py."""
     early: tuple[Chunk, ...] = field(default=(), repr=False)
-    """Chunks of sub-groups whose speculative updates this lease holds already. Nothing else may use the lease until the step
-    has accepted all of them."""
+    """Chunks of sub-groups whose speculative updates this lease already holds. The lease has no other use until the
+    step has accepted all of them."""
     state: ChunkState = ChunkState.ON_NVME
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
     copy_event: CopyEvent | None = field(default=None, repr=False)
     _last_awaited: int = field(default=0, repr=False)
-    """The place in `after` of the chunk whose write was awaited when somebody asked last."""
+    """The position in `after` of the chunk whose write the last call of `awaits_write` found."""
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether the arena doesn't hold its last bytes yet."""
+        """True if the arena doesn't hold its last bytes yet."""
         return self.state in (ChunkState.COPYING_FROM_DEVICE, ChunkState.WRITING)
 
     @property
     def transfers_ended(self) -> bool:
-        """Whether no transfer of it is in flight."""
+        """True if none of its transfers is in flight."""
         return all(transfer.done for transfer in self.transfers)
 
     @property
     def device_is_done(self) -> bool:
-        """Whether no copy between its lease and the device is in flight."""
+        """True if no copy between its lease and the device is in flight."""
         return self.copy_event is None or self.copy_event.done()
 
     def awaits_write(self) -> bool:
-        """Whether a write of `after` must end before this chunk is read. They end about in order: asks the last one first."""
+        """Return True if a write of `after` must end before this chunk is read. Starts at the last one found."""
         places = range(len(self.after))
         for place in chain(places[self._last_awaited :], places[: self._last_awaited]):
             if self.after[place].is_unwritten:
@@ -125,12 +124,12 @@ class Chunk:
         return False
 
     def move_to(self, state: ChunkState) -> None:
-        """The one door of the state."""
+        """Change the state; the only place that does."""
         assert state in _ALLOWED[self.state], f"{self.name}: {self.state.value} -> {state.value}"
         self.state = state
 
     def forget_lease(self) -> None:
-        """It holds no memory any more; nothing is in flight for it."""
+        """Reset the chunk to ON_NVME; nothing may be in flight for it."""
         if self.state is not ChunkState.ON_NVME:
             self.move_to(ChunkState.ON_NVME)
         self.lease, self.transfers, self.copy_event = None, [], None
@@ -145,7 +144,7 @@ class ChunkIo:
 
     @property
     def checked(self) -> bool:
-        """Whether the arena keeps checksums."""
+        """True if the arena keeps checksums."""
         return self._arena.file.checked
 
     def start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> list[Transfer]:
@@ -154,7 +153,7 @@ class ChunkIo:
         return self._engine.start(requests, sums_by_caller=chunk.verified_by_caller)
 
     def start_write(self, chunk: Chunk) -> list[Transfer]:
-        """Start to write `chunk.writes` from its lease, under the checksums of the caller if that has made them."""
+        """Start to write `chunk.writes` from its lease, with the caller's checksums if there are any."""
         assert chunk.lease is not None
         if chunk.sums is not None:
             (span,) = chunk.writes
@@ -163,13 +162,13 @@ class ChunkIo:
         return self._engine.start(requests, sums_by_caller=chunk.sums is not None)
 
     def count_writes(self, chunk: Chunk) -> None:
-        """The writes of a chunk have started: the arena counts them."""
+        """Count the writes of a chunk, which have started, in the arena."""
         for span in chunk.writes:
             self._arena.count_write(span.offset, span.nbytes)
 
     def wait(self, chunk: Chunk, *, with_team: bool) -> None:
-        """Wait for the chunk's transfers, `with_team` as `IoEngine.wait` does. Raises IoError, which names the chunk, once all
-        of them have ended."""
+        """Wait until the chunk's transfers have ended (`with_team`: see `IoEngine`). Raises IoError, which names the
+        chunk."""
         try:
             self._engine.wait(chunk.transfers, with_team=with_team)
             for span in chunk.reads:
@@ -183,19 +182,19 @@ class ChunkIo:
             raise
 
     def expected_sums(self, span: Span) -> bytes:
-        """The checksums that the pages of `span` must have, as `infinity.aio.File.checksums` gives them."""
+        """Return the expected checksums of the pages of `span`, in the form of `infinity.aio.File.checksums`."""
         return self._arena.checksums(span.offset, span.nbytes)
 
     def forget_sums(self, chunk: Chunk) -> None:
-        """A write failed: drop the checksums that the caller had made for it."""
+        """Drop the caller's checksums after a failed write."""
         if chunk.sums is not None:
             (span,) = chunk.writes
             self._arena.file.set_checksums(span.offset, bytes(len(chunk.sums)))
 
     def verify(self, chunk: Chunk, only: Span | None = None) -> None:
-        """Compare what was read of a chunk in use with its checksums, unless somebody already has.
+        """Verify the bytes read for a chunk in use, unless they are verified already.
 
-        `only`: compare this part, in any case. Raises IntegrityError, as a read that the engine verifies does.
+        `only`: verify this part, in any case. Raises IntegrityError like a read that the engine verifies.
         """
         if not chunk.unverified and only is None:
             return

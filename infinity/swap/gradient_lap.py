@@ -1,24 +1,23 @@
-"""The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
+"""The gradient lap: from FSDP2's reduce-scatter, through a wait in memory or on NVMe, into the update of a sub-group.
 
-FSDP2 has reduced a gradient (`came`), or with a single CPU rank is about to copy those of a group (`came_unreduced`). When all
-of a group have come, `PagedOptimizer._group_came` continues (paged_optimizer.py lists the calls): `take` (the gradients wait),
-`take` and `update_in_backward` (they wait, and a speculative update is made), or `note_applied` and `update_in_backward` (an
-update that stays). The step that follows makes the others: see pending_updates.py. Used by the training thread, and by
-autograd's threads on its behalf; see infinity/swap/README.md for a lap by example.
+FSDP2 has reduced a gradient (`came`), or on a single CPU rank is about to copy those of a group (`came_unreduced`).
+Once a group is complete, `PagedOptimizer._group_came` (paged_optimizer.py) calls `take` (the gradients wait), `take`
+and `update_in_backward` (they wait, and a speculative update runs), or `note_applied` and `update_in_backward` (the
+update stays). The step runs all other updates (pending_updates.py). Used by the training thread, and by autograd's
+threads on its behalf. infinity/swap/README.md follows one gradient.
 
 [Note: Updates while autograd computes]
-The update of a group waits until autograd computes the gradients of the next one, and is spread over that: whenever a share of
-these has come, as much of the update is made. So the drive reads and writes state all the time, and not only between two
-groups, where nothing is computed and the pool holds less than a group's state. What is left of a group when the next one has
-come is updated then; what is left at the end, when the backward ends. Shares are of elements, not of time: the order is the
-same in every step, and the trace learns it. A discrete device computes on its own, so there the whole update is made behind
-the next group's gradients, when its own have come to the host.
+The update of a group waits until autograd computes the gradients of the next group, and is spread over that time: with
+each share of those gradients, the same share of the update runs. So the drive works all the time, and not only between
+two groups, when nothing is computed and the pool holds less than one group's state. The remainder runs when the next
+group's gradients are complete, or when the backward ends. Shares count elements, not time, so the order is the same in
+every step and the trace can learn it. A discrete device computes by itself: there the whole update of a group runs once
+the next group's gradients are queued and its own have reached the host.
 
 [Note: What .grad shows]
-A gradient that waits for its update elsewhere, or was applied already, is not in `.grad`, nor is one that a step has used.
-None there would let `clip_grad_norm_`, a second step, or a sum with the next gradient pass without effect, and the numbers
-would be others than in memory without a word. So `.grad` shows a stand-in: the shape, and an error for each use that needs the
-elements.
+`.grad` does not hold a gradient that waits elsewhere, was applied, or was used by a step. If it were None then,
+`clip_grad_norm_`, a second step or a sum with the next gradient would have no effect. Results would silently differ
+from training in memory. So `.grad` is a stand-in: it has the shape, and raises on any use that needs the elements.
 """
 
 from __future__ import annotations
@@ -50,44 +49,44 @@ from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
-"""This rank's elements (1-D) of the gradient of each parameter: in fp32, or as autograd left them, not to be changed then."""
+"""This rank's elements (1-D) of each parameter's gradient: fp32, or as autograd left them and then read-only."""
 
 
 class GradientLap:
-    """Follows the gradients of one model's trained parameters from one step to the next."""
+    """The gradients of one model's trained parameters, from one step to the next."""
 
     def __init__(self, paging: Paging) -> None:
         self._paging = paging
         self._updates_to_stay = paging.options.update == "backward" and not paging.options.speculative
-        """Whether updates in the backward stay, and no step discards them."""
+        """True if updates in the backward stay, and no step discards them."""
         self.shards: dict[nn.Parameter, PagedShard] = {}
         self.hooks: dict[nn.Parameter, int] = {}
-        """The number of the hook by which FSDP2 says that a gradient came, where there is one."""
+        """The id of the hook by which FSDP2 reports a gradient, if there is one."""
         self.version = 0
-        """Changes with each gradient that comes, and with the end of each step."""
+        """Changes with each gradient that arrives, and with the end of each step."""
         shards = paging.paged.shards
         self._gradient_counts = {
             group: sum(shards[index].trained and shards[index].resident is None for index in group.shards)
             for group in paging.paged.groups
         }
-        """Of how many parameters of a group gradients come."""
+        """Number of parameters per group that deliver a gradient to this lap."""
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
-        """Norms (0-D) of the gradients that were taken or applied in the backward since the last step, in their order."""
+        """Norms (0-D) of the gradients taken or applied in the backward since the last step, in order of arrival."""
         self._arrivals: Counter[nn.Parameter] = Counter()
-        """How often one came since the last step."""
+        """Number of gradients per parameter since the last step."""
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
         self._applied: dict[nn.Parameter, Any] = {}
-        """With what was updated in the backward since the last step: settings, and the number of that step."""
+        """By parameter updated in the backward since the last step: the inputs of its update, see `note_applied`."""
         self._due: list[_DueUpdates] = []
-        """Groups that are updated before the backward ends: see [Note: Updates while autograd computes]."""
+        """Groups to update before the backward ends: see [Note: Updates while autograd computes]."""
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
-        """What `.grad` shows of gradients that were taken; made once."""
+        """By parameter: its stand-in, made once."""
         self._shown: dict[nn.Parameter, StandIn] = {}
-        """Those that it shows."""
+        """The stand-ins that `.grad` shows now."""
 
     def came_unreduced(self, group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]) -> Gradients:
-        """FSDP2 is about to copy a group's gradients (in their shapes). Returns all of them, flattened, if the whole group can
-        skip that: no hook of the user looks at one, and none is in `.grad`. Returns none of them otherwise."""
+        """Accept a group's gradients (in their shapes) before FSDP2 copies them. Returns all of them, flattened; or
+        none if the group can't skip the copy, for example because a user hook reads a gradient or `.grad` holds one."""
         ours = {p: self.shards[p] for p in grads if p in self.shards and self.shards[p].resident is None}
         final = group.timing is not UpdateTiming.BACKWARD or self._paging.policy.gradients_are_final(group)
         whole = len(ours) == self._gradient_counts[group] and group not in self._arrived
@@ -104,7 +103,7 @@ class GradientLap:
         return elements
 
     def _is_free(self, parameter: nn.Parameter, shard: PagedShard) -> bool:
-        """Whether `.grad` has no part in what becomes of the next gradient, and no hook of the user waits for it there."""
+        """Return True if `.grad` takes no part in handling the next gradient, and no user hook reads it there."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         shown = self._shown.get(parameter)
         if parameter.grad is not None and (
@@ -115,10 +114,10 @@ class GradientLap:
         return only_ours and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
-        """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
+        """Record that a gradient is reduced. Returns its group if all of the group's gradients have arrived, else None.
 
-        Raises InfinityError for a gradient of a group that was updated already, where the values are torn then; where
-        somebody set `.grad` of one that was taken before; and where an exception has ended the taking of one.
+        Raises InfinityError if the group was updated already (the values are torn), if `.grad` of a taken gradient was
+        set, or if an exception interrupted the taking of a gradient.
         """
         self.version += 1
         if self.left(parameter) is None:
@@ -128,12 +127,12 @@ class GradientLap:
         if shard.gradient is GradientState.APPLIED:
             self._paging.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
             raise InfinityError(
-                f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
+                f"group {group.name} received another gradient after the backward had updated it: set infinity.update "
                 '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
         self._arrivals[parameter] += 1
         if self._arrivals[parameter] < self._paging.policy.reductions_at_once:
-            return None  # those of the others follow in this backward
+            return None  # this backward brings the other reductions
         if group.timing is UpdateTiming.BACKWARD and not self._paging.policy.gradients_are_final(group):
             return None
         if shard.gradient is GradientState.TAKING:
@@ -145,7 +144,7 @@ class GradientLap:
         return group if len(arrived) == self._gradient_counts[group] else None
 
     def pop_arrived(self, group: PagedGroup) -> Gradients:
-        """The gradients that came of a group and are in `.grad`, in their order."""
+        """Return and remove a group's arrived gradients, which are in `.grad`, in order of arrival."""
         grads = {}
         for parameter in self._arrived.pop(group):
             if parameter.grad is not None:
@@ -155,8 +154,7 @@ class GradientLap:
         return grads
 
     def take(self, group: PagedGroup, grads: Gradients) -> None:
-        """Keep gradients that arrived of a group until the update, and note their norms. `.grad` refuses to be used after
-        it."""
+        """Keep a group's arrived gradients until their update, and record their norms. `.grad` becomes a stand-in."""
         shards = [self.shards[parameter] for parameter in grads]
         for sub in group.members:
             self._paging.paged.updates.speculation.discard(sub)
@@ -171,16 +169,16 @@ class GradientLap:
             shard.move_gradient_to(GradientState.TAKEN)
 
     def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
+        """Take the gradients of incomplete groups. Returns the norms of all gradients that were taken."""
         for group in list(self._arrived):
             if group.timing.gradients_wait:
                 self.take(group, self.pop_arrived(group))
         return self.norms
 
     def note_applied(self, grads: Gradients, inputs: Mapping[nn.Parameter, Any]) -> None:
-        """Gradients that arrived of a group are about to be applied.
+        """Record that a group's gradients are about to be applied.
 
-        `inputs`: with which each parameter is updated; those of the step must be the same.
+        `inputs`: of each parameter's update; the step must have the same.
         """
         self._note_norms_and_refuse(grads)
         for parameter, used in inputs.items():
@@ -195,7 +193,7 @@ class GradientLap:
         self._update_due(leave=1)
 
     def came_further(self, share: float) -> None:
-        """Autograd has computed such a share of the gradients of the group that it comes to."""
+        """Continue the due update: autograd has computed this share (0 to 1) of the current group's gradients."""
         if self._due:
             due = self._due[0]
             count = math.floor(share * due.total) - (due.total - len(due.updates))
@@ -203,13 +201,13 @@ class GradientLap:
                 self._update(due, count)
 
     def forget_due(self) -> None:
-        """A backward begins: what an exception left of the one before is not updated speculatively any more."""
+        """Begin a backward: drop speculative updates that an exception left from the one before."""
         if not self._updates_to_stay:
             self._due.clear()
 
     def check_complete(self) -> None:
-        """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
-        where the updates of this step would use up gradients that were taken for another optimizer."""
+        """Raise InfinityError if an exception interrupted `take`, or updates in the backward that stay (which tears the
+        values), or if this step's updates would use up gradients that were taken for another optimizer."""
         health = self._paging.paged.health
         lost = any(shard.gradient is GradientState.TAKING for shard in self.shards.values())
         # FSDP2's own part of that backward may be over.
@@ -225,33 +223,33 @@ class GradientLap:
             if waiting & others and waiting - others:
                 name = paged.shards[min(waiting & others)].name
                 raise InfinityError(
-                    f"two optimizers step parts of one group, as {name}, which are updated together: give all parameters of a "
-                    "group to one optimizer, in parameter groups of their own"
+                    f"two optimizers step parts of one group, such as {name}, but a group is updated as a whole: give "
+                    "all of its parameters to one optimizer, in parameter groups of their own"
                 )
 
     @property
     def has_applied(self) -> bool:
-        """Whether the backward has updated groups since the last step."""
+        """True if the backward has applied gradients since the last step."""
         return bool(self._applied)
 
     def check_applied(self, inputs: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
-        """Raise InfinityError where the backward applied gradients in another way than a step with these would."""
+        """Raise InfinityError if the backward applied gradients with other inputs than a step with these would use."""
         if grad_scale != 1.0 or any(inputs.get(p) != used for p, used in self._applied.items()):
             raise InfinityError(
-                "the gradients were applied in the backward already, with other settings, another state or other parameters "
-                "than this step has: change the learning rate and the like before the backward, or set infinity.update "
-                '(PagingOptions.update) to "forward"'
+                "the gradients were applied in the backward already, with other settings, optimizer state or "
+                "parameters than this step has: change the learning rate and other settings before the backward, or "
+                'set infinity.update (PagingOptions.update) to "forward"'
             )
 
     def check_unused(self) -> None:
-        """Raise InfinityError where torch would step once more with a gradient that the last step has used."""
+        """Raise InfinityError if the next step would use a gradient that the last step has used."""
         for parameter, stand_in in self._shown.items():
             if stand_in.is_used_up(parameter):
                 raise used_up(stand_in.name)
 
     def used(self, stepped: Iterable[nn.Parameter]) -> dict[nn.Parameter, Taken]:
-        """What became of gradients that a step over these parameters has used, where `.grad` is to show that: they are not in
-        it, or whoever changed them would change an update that waits."""
+        """Return the stand-ins to show after a step over these parameters. A used gradient is not left in `.grad`,
+        because changing it there would change a deferred update."""
         used = dict.fromkeys(self._applied, Taken.BY_STEP)
         for parameter in stepped:
             in_grad = parameter.grad is not None and not isinstance(local_of(parameter.grad), RefusingGradient)
@@ -262,7 +260,7 @@ class GradientLap:
         return used
 
     def end(self, used: Mapping[nn.Parameter, Taken]) -> None:
-        """The step is over: what comes from now on belongs to the next. `used`: what `.grad` shows from now on."""
+        """End the step: later gradients belong to the next one. `used`: what `.grad` shows from now on."""
         self.version += 1
         self.hide_taken()
         for parameter, taken in used.items():
@@ -279,9 +277,9 @@ class GradientLap:
         self._paging.paged.health.note_all_stepped()
 
     def left(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of the gradient that is in `.grad`; None where there is none, or it was taken.
+        """Return this rank's part of the gradient in `.grad`; None if there is none or it was taken.
 
-        Raises InfinityError where somebody set `.grad` of one that was taken, which would have no effect.
+        Raises InfinityError if `.grad` of a taken gradient was set, which would have no effect.
         """
         stand_in, grad = self._shown.get(parameter), parameter.grad
         if stand_in is not None and grad is not stand_in.grad and stand_in.taken is Taken.FOR_STEP:
@@ -294,13 +292,13 @@ class GradientLap:
         return local
 
     def check_untouched(self) -> None:
-        """Raise InfinityError where somebody set `.grad` of a gradient that was taken, which would have no effect."""
+        """Raise InfinityError if `.grad` of a taken gradient was set, which would have no effect."""
         for parameter, stand_in in self._shown.items():
             if stand_in.taken is Taken.FOR_STEP and parameter.grad is not stand_in.grad:
                 raise refusal(stand_in.name)
 
     def hide_taken(self) -> list[nn.Parameter]:
-        """`.grad` of what was taken is None again. The parameters of which it was not."""
+        """Set `.grad` to None where it shows a stand-in. Returns those parameters."""
         hidden = [parameter for parameter, stand_in in self._shown.items() if parameter.grad is stand_in.grad]
         for parameter in hidden:
             parameter.grad = None
@@ -313,19 +311,18 @@ class GradientLap:
         stand_in.show(parameter, taken)
 
     def _note_norms_and_refuse(self, grads: Gradients) -> None:
-        """Of gradients that `.grad` shows no more: whoever would use them is refused."""
+        """Record the norms of gradients, and show a stand-in for each in `.grad`."""
         for parameter, norm in zip(grads, _norms_of(grads), strict=True):
             self._show(parameter, Taken.FOR_STEP)
             self.norms[parameter] = norm
 
     def _update_due(self, *, leave: int = 0) -> None:
-        """Update the groups that are due, but for the last `leave`. An exception leaves what isn't."""
+        """Update the due groups except the last `leave`. After an exception, the remaining updates stay due."""
         while len(self._due) > leave:
             self._update(self._due[0], len(self._due[0].updates))
             del self._due[0]
 
     def _update(self, due: _DueUpdates, count: int) -> None:
-        """Update the next `count` members of a group."""
         parameters, policy = self._paging.parameters, self._paging.policy
         updates = dict(itertools.islice(due.updates.items(), count))
 
@@ -334,7 +331,7 @@ class GradientLap:
             parameters.look_ahead()
 
         with self._paging.entered():
-            parameters.release_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
+            parameters.release_copied()  # FSDP2 may have asked for this group again; that request is void
             left = len(due.updates)
             if first := left == due.total:
                 policy.begin_update(due.group)
@@ -350,19 +347,18 @@ _ZEROING = {torch.ops.aten.zero_, torch.ops.aten._foreach_zero_}
 
 
 class Taken(enum.Enum):
-    """What became of a gradient that `.grad` doesn't hold."""
+    """The state of a gradient that `.grad` doesn't hold."""
 
     FOR_STEP = "for the step"
-    """The step that is due will use it, or the backward has applied it. Another one may come, and is added."""
+    """The next step will use it, or the backward has applied it. A further gradient is added to it."""
     BY_STEP = "by the step"
-    """A step has used it, and zero_grad() was not called. In memory it would be there still."""
+    """A step has used it, and zero_grad() was not called. In-memory training would still hold it."""
     ZEROED = "zeroed"
-    """zero_grad(set_to_none=False) came since then: it is 0, without memory."""
+    """zero_grad(set_to_none=False) was called since: it is 0, without memory."""
 
 
 class RefusingGradient(ElsewhereTensor):
-    """Stands for a gradient (fp32, of the shard's shape) that was taken; holds no elements, and refuses any look at them unless
-    they are 0."""
+    """A stand-in for a taken gradient (fp32, of the shard's shape). Has no elements; reads raise unless they are 0."""
 
     _gradient: StandIn
 
@@ -372,7 +368,7 @@ class RefusingGradient(ElsewhereTensor):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def __iadd__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override, misc]
-        """FSDP2 adds what another backward reduced: that is all that `.grad` holds, until it is taken too."""
+        """Return `other`, a gradient that FSDP2 reduced in a further backward; `.grad` holds that until it is taken."""
         if self._gradient.taken is Taken.ZEROED:
             return other + 0.0  # -0.0 becomes 0.0, as in a sum with zeros
         if not in_backward() or self._gradient.taken is Taken.BY_STEP:
@@ -402,14 +398,14 @@ class RefusingGradient(ElsewhereTensor):
 
 
 class StandIn:
-    """What `.grad` of one paged parameter shows of its gradient while that is elsewhere, and what became of it: `taken`."""
+    """The stand-in that `.grad` of one parameter shows, and the state of the real gradient: `taken`."""
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
         data = parameter.data
         assert isinstance(data, DTensor)
         local = data._local_tensor
         self.name, self.taken = name, Taken.FOR_STEP
-        # Not the parameter, which holds this by its `.grad`: Python's collector doesn't see that.
+        # Holds no parameter: the parameter holds this by its `.grad`, a cycle that Python's collector doesn't see.
         self._local = _made(local.shape, local.stride(), local.device, self)
         stand_in = DTensor.from_local(
             self._local,
@@ -420,43 +416,42 @@ class StandIn:
             stride=data.stride(),
         )
         self.grad: DTensor = stand_in.detach()  # type: ignore[assignment]
-        """What `.grad` is while it shows this, or what FSDP2 has added to it since."""
+        """The value of `.grad` while it shows this; FSDP2 may replace its local tensor by what it adds."""
 
     def is_used_up(self, parameter: nn.Parameter) -> bool:
-        """Whether torch would use in a step what the last step has used already."""
+        """Return True if torch would step with a gradient that the last step has used."""
         return self.taken is Taken.BY_STEP and self.is_shown_alone(parameter)
 
     def is_shown_alone(self, parameter: nn.Parameter) -> bool:
-        """Whether `.grad` shows it, and FSDP2 has added nothing."""
+        """Return True if `.grad` shows it, and FSDP2 has added nothing."""
         return parameter.grad is self.grad and self.grad._local_tensor is self._local
 
     def show(self, parameter: nn.Parameter, taken: Taken) -> None:
-        """From now on `.grad` refuses to be used."""
         self.taken = taken
         self.grad._local_tensor = self._local
         parameter.grad = self.grad
 
     def refusal(self) -> InfinityError:
-        """For a look at elements."""
+        """Return the error for a use of the elements."""
         return used_up(self.name) if self.taken is Taken.BY_STEP else refusal(self.name)
 
 
 def refusal(name: str) -> InfinityError:
-    """What whoever looks at a taken gradient, or changes it, is told."""
+    """Return the error for reading or changing a taken gradient."""
     return InfinityError(
-        f"the gradient{f' of {name}' if name else ''} is used or changed, and the backward has taken it out of .grad already: "
-        "for clipping set gradient_clipping in the config; for anything else of your own set infinity.keep_grad to true "
-        '(PagingOptions: update "forward" or "step", gradients in fp32, no gradient_bytes_max), and they stay in .grad until '
-        "the step; to drop gradients call zero_grad() of the optimizer"
+        f"the gradient{f' of {name}' if name else ''} was already consumed by the backward pass and can no longer be "
+        "read or modified: for clipping set gradient_clipping in the config; for other uses set infinity.keep_grad to "
+        'true (PagingOptions: update "forward" or "step", gradients in fp32, no gradient_bytes_max), which leaves '
+        "gradients in .grad until the step; to drop gradients call zero_grad() of the optimizer"
     )
 
 
 def used_up(name: str) -> InfinityError:
-    """A gradient would be used once more, or added to."""
+    """Return the error for using a gradient twice, or adding to it."""
     return InfinityError(
-        f"the gradient of {name} was used up by the last step, and zero_grad() was not called since: torch would add to it, or "
-        "step with it once more; call zero_grad() of the optimizer after each step, or, to keep gradients after a step, page "
-        'with PagingOptions(update="step") and gradients in fp32, without gradient_bytes_max'
+        f"the gradient of {name} was used up by the last step, and zero_grad() was not called since, so torch would "
+        "add to it or step with it again: call zero_grad() of the optimizer after each step; to keep gradients after a "
+        'step, page with PagingOptions(update="step"), gradients in fp32 and no gradient_bytes_max'
     )
 
 
@@ -470,7 +465,7 @@ def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, grad
 
 @dataclass
 class _DueUpdates:
-    """What is left to update of a group in the backward, of so many members in `total`."""
+    """The updates in the backward that a group still waits for; `total` counts them with those that have run."""
 
     group: PagedGroup
     updates: dict[PagedSubGroup, SubGroupUpdate]
@@ -478,8 +473,8 @@ class _DueUpdates:
 
 
 def move_out(parameter: nn.Parameter) -> None:
-    """The gradient of a resident shard came, which stays in `.grad`: not as a view into those of its whole group, which all
-    would live as long."""
+    """Copy a resident shard's gradient, which stays in `.grad`, so that it doesn't keep alive those of its whole
+    group."""
     grad = parameter.grad
     local = local_of(grad) if grad is not None else None
     if local is not None and local.untyped_storage().nbytes() > local.nbytes:
@@ -488,10 +483,10 @@ def move_out(parameter: nn.Parameter) -> None:
 
 
 def trained_shard(parameter: nn.Parameter) -> PagedShard:
-    """What a parameter is paged as. Raises ConfigError for one that isn't, or that was frozen when it was."""
-    local = local_of(parameter)  # not of its .data, which would be another view of it, made in Python
+    """Return the shard of a parameter. Raises ConfigError if it isn't paged, or was frozen when the model was paged."""
+    local = local_of(parameter)  # not of its .data, which would make another view in Python
     if not isinstance(local, PagedTensor):
-        raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")
+        raise ConfigError("a parameter given to the optimizer is not paged: make the optimizer after swap.page(model)")
     if parameter.requires_grad and not local._shard.trained:
         raise ConfigError(f"{local._shard.name} was frozen when the model was paged: unfreeze it before page()")
     return local._shard
@@ -499,13 +494,13 @@ def trained_shard(parameter: nn.Parameter) -> PagedShard:
 
 def lost_gradients() -> InfinityError:
     return InfinityError(
-        "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the step anew with "
-        "its first micro-batch"
+        "an exception interrupted the taking of gradients, and some are lost: call zero_grad(), and repeat the step "
+        "from its first micro-batch"
     )
 
 
 def _norms_of(grads: Gradients) -> Sequence[torch.Tensor]:
-    """The norm (0-D) of each gradient, as torch has it: over several ranks a DTensor, of which this rank holds its part."""
+    """Return each gradient's norm (0-D) as torch does: on several ranks, a DTensor with this rank's part."""
     if not all(map(is_alone, grads)):
         return [torch._foreach_norm([cast(torch.Tensor, parameter.grad)])[0] for parameter in grads]
     here = [*grads.values()]

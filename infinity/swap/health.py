@@ -1,14 +1,13 @@
 """The health of a model's values: whether they are those of one step, and may be used, stored and written.
 
-One object per model, asked before its values are used. Used by one thread at a time.
+Each model has one such object, which is checked before its values are used. Used by one thread at a time.
 
 [Note: What an exception may end]
-An exception can end a pass at any line, an asynchronous one (KeyboardInterrupt) at any line of ours too. So whatever changes
-the values is a *change*, a section of its own that is begun in one place and over in another: values are old before it and
-new after it, and torn where anything ends it in between. Changes are few, short, and named. Gradients
-can't be made anew: they stay, and of those that were being taken it is known (`GradientState.TAKING`). All else that a pass
-keeps (what is staged, gathered, on its way) can be made anew from what rests on the drive, and is, by whoever finds a pass
-that never ended: see `Paging.recover`.
+An exception can interrupt a pass at any line; an asynchronous one (KeyboardInterrupt) also at any line of this library.
+So all code that changes values is in a *change*, a section that begins in one place and ends in another. The values are
+old before it, new after it, and torn if an exception interrupts it. Changes are few, short, and named. Gradients can't
+be computed again: they are kept, and those that were being taken are known (`GradientState.TAKING`). All other data of
+a pass (staged, gathered, in flight) can be rebuilt from the drive. The next call does so: see `Paging.recover`.
 """
 
 from __future__ import annotations
@@ -23,67 +22,67 @@ _CLOSED = "the swap manager of this model is closed, and its parameters are gone
 
 
 class Health(enum.Enum):
-    """What the values of a model are, and what may be done with them."""
+    """The state of a model's values, and the allowed uses."""
 
     WHOLE = "whole"
-    """Those of one step. They may be used, stored and changed."""
+    """Values of one step. They may be used, stored and changed."""
     PART_STEPPED = "part-stepped"
-    """Those of one step in some groups, which the backward has updated, and of the step before it in the rest. The backward may
-    go on, and the step makes them whole; nobody else may use or set them."""
+    """The backward has updated some groups, and the others are of the step before. The backward may continue, and the
+    step makes the values whole; all other uses and changes are forbidden."""
     TORN = "torn"
-    """Part old and part new, or a write of them was lost. They may be set anew, by loading; not used or stored."""
+    """Part old and part new, or a write of them was lost. They may be set again, by loading, but not used or stored."""
     SEALED = "sealed"
-    """It is not known which slot of a sub-group a record names. Nothing may be used or written any more."""
+    """It is unknown which slot of a sub-group a record names. Nothing may be used or written any more."""
     CLOSED = "closed"
-    """The swap manager is closed, or another process's: the values are gone, and what moved them holds no memory any more."""
+    """The swap manager is closed, or is another process's. The values are gone, and their memory is released."""
 
 
 class ModelHealth:
-    """The one door of a model's health. on_ill: called when the values are not whole any more."""
+    """The health of one model; the only place that changes it. on_ill: called when the values are no longer whole."""
 
     def __init__(self, on_ill: Callable[[], None] = lambda: None) -> None:
         self.state = Health.WHOLE
         self.way_back = ""
-        """In words, what else than loading makes torn values whole again."""
+        """A remedy for torn values besides loading, in words."""
         self._on_ill = on_ill
         self._why = ""
         self._change: str | None = None
 
     def tear(self, why: str) -> None:
-        """From now on the values are not those of one step."""
+        """Mark the values as torn: they are no longer those of one step."""
         if self.state in (Health.WHOLE, Health.PART_STEPPED):
             self._why, self.state = why, Health.TORN
         if self.state is not Health.CLOSED:
             self._on_ill()
 
     def seal(self, why: str) -> None:
-        """From now on nothing is written, whatever comes."""
+        """Forbid all writes from now on."""
         if self.state not in (Health.SEALED, Health.CLOSED):
             self._why, self.state = why, Health.SEALED
             self._on_ill()
 
     def close(self, why: str = _CLOSED) -> None:
-        """From now on there are no values."""
+        """Mark the values as gone."""
         self._why, self.state = why, Health.CLOSED
 
     def mend(self) -> None:
-        """All values were set anew."""
+        """Mark torn values as whole, after all of them were set."""
         if self.state is Health.TORN:
             self.state, self._why = Health.WHOLE, ""
 
     def note_part_stepped(self) -> None:
-        """The backward updates a group."""
+        """Record that the backward updates a group."""
         if self.state is Health.WHOLE:
             self.state = Health.PART_STEPPED
 
     def note_all_stepped(self) -> None:
-        """The step of which the backward updated a part is over."""
+        """Record the end of a step that the backward began."""
         if self.state is Health.PART_STEPPED:
             self.state = Health.WHOLE
 
     @contextlib.contextmanager
     def change(self, action: str) -> Iterator[None]:
-        """A section that changes values: torn where an exception ends it. Inside another one, a part of that."""
+        """Guard a section that changes values: an exception in it tears them. A nested section is part of the outer."""
         if self._change is not None:
             yield
             return
@@ -94,16 +93,16 @@ class ModelHealth:
             self.tear(f"{action} ({in_words(error)})")
             self._change = None
             raise
-        self._change = None  # no `finally`: where tearing was interrupted, `settle` tears
+        self._change = None  # not in a `finally`: if tearing was interrupted, `settle` tears
 
     def settle(self) -> None:
-        """No change is under way: one that never ended was ended by an exception."""
+        """Tear the values if a change never ended, because an exception interrupted it. No change may be running."""
         if self._change is not None:
             self.tear(f"{self._change} (interrupted)")
             self._change = None
 
     def check_whole(self) -> None:
-        """Raise InfinityError when the values are not those of one step, naming why, and the next move."""
+        """Raise InfinityError, with the reason and the remedy, if the values are not those of one step."""
         if self.state is not Health.WHOLE:
             raise self._refusal()
 
@@ -113,36 +112,36 @@ class ModelHealth:
             raise self._refusal()
 
     def check_not_torn(self) -> None:
-        """Raise InfinityError when the values are torn (they may still be set, not used), sealed, or gone."""
+        """Raise InfinityError if the values are torn (they may be set, but not used), sealed, or gone."""
         if self.state not in (Health.WHOLE, Health.PART_STEPPED):
             raise self._refusal()
 
     def check_not_sealed(self) -> None:
-        """Raise InfinityError when nothing may be written any more, or the values are gone."""
+        """Raise InfinityError if nothing may be written any more, or the values are gone."""
         if self.state in (Health.SEALED, Health.CLOSED):
             raise self._refusal()
 
     def check_not_closed(self) -> None:
-        """Raise InfinityError when there are no values any more."""
+        """Raise InfinityError if the values are gone."""
         if self.state is Health.CLOSED:
             raise self._refusal()
 
     def _refusal(self) -> InfinityError:
         if self.state is Health.PART_STEPPED:
             return InfinityError(
-                "the backward has updated a part of the model already, and step() has not been called: until then its "
-                "parameters can't be used, looked at or set; call step() first, or set infinity.update "
+                "the backward has updated a part of the model already, and step() has not been called: the parameters "
+                "can't be used, read or set until then; call step() first, or set infinity.update "
                 '(PagingOptions.update) to "forward"'
             )
         if self.state is Health.TORN:
             return InfinityError(
-                f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
+                "the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
                 f"{self._why}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
-                "before going on"
+                "to continue"
             )
         if self.state is Health.SEALED:
             return InfinityError(
-                f"nothing is written any more since this failed: {self._why}; start again with resume=True to go on from "
-                "the last committed step"
+                f"nothing is written any more since this failed: {self._why}; start again with resume=True to continue "
+                "from the last committed step"
             )
         return InfinityError(self._why)

@@ -1,7 +1,7 @@
-"""Other torch optimizers over paged parameters, SGD among them: each steps the pieces that are in memory itself.
+"""Paged versions of other torch optimizers, such as SGD: torch's own code steps each piece while it is in memory.
 
-A sub-group is stepped in parts that the processor's caches hold, so that the passes of torch's plain loop don't each go over
-all of it, and a split master is never joined as a whole.
+A sub-group is stepped in parts that fit the CPU caches, because torch's loop passes over its data several times. So a
+split master is never joined as a whole.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ assert _PART_NUMEL % SHARD_ALIGN == 0
 
 
 class HostedOptimizer(PagedOptimizer):
-    """A torch optimizer for the parameters of a model that `swap.page` was called on, bit for bit what it is on the CPU.
+    """A torch optimizer for a model that `swap.page` was called on; equals torch's on the CPU, bit for bit.
 
     Args:
-        params: parameters or parameter groups, as for torch; all of them paged by `swap`.
-        swap: the manager that paged the model, with `moments` as `Stepper(like)` has them.
-        like: an optimizer of that kind and with those arguments, over any parameters; or what was made of it.
+        params: parameters or parameter groups, as in torch; all of them paged by `swap`.
+        swap: the manager that paged the model, with the `moments` of `Stepper(like)`.
+        like: an optimizer of that kind with those arguments, over any parameters; or a `Stepper` made from one.
 
-    Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did, and for an optimizer that can't
-    be stepped piece by piece: see infinity/optim/hosted.py.
+    Raises ConfigError for parameters that `swap` did not page or that were frozen then, and for an optimizer that can't
+    be stepped in pieces: see infinity/optim/hosted.py.
     """
 
     def __init__(self, params: Any, *, swap: SwapManager, like: torch.optim.Optimizer | Stepper) -> None:
@@ -43,7 +43,7 @@ class HostedOptimizer(PagedOptimizer):
 
     @property
     def kind(self) -> str:
-        """The name of the optimizer that it is like."""
+        """The name of the torch optimizer."""
         return self._stepper.kind
 
     def _settings(self, group: dict[str, Any]) -> Settings:
@@ -63,7 +63,7 @@ class HostedOptimizer(PagedOptimizer):
     def _step_part(
         self, sub: PagedSubGroup, settings: Settings, piece: SteppedPiece, start: int, end: int, lease: Lease | None
     ) -> None:
-        """Elements [start, end) of the piece. A split master is joined and split again; others are stepped in place."""
+        """Step elements [start, end) of a piece, in place or, for a split master, joined and split again."""
         low, high = piece.offset + start, piece.offset + end
         with sub.part_of_master(low, high, lease) as master:
             self._stepper.step(
@@ -77,8 +77,8 @@ class HostedOptimizer(PagedOptimizer):
 
 
 class PagedSGD(HostedOptimizer):
-    """`torch.optim.SGD` for the parameters of a model that was paged with `moments=("momentum_buffer",)`, or with `()` where
-    there is no momentum; see `HostedOptimizer`. `settings` are torch's."""
+    """`torch.optim.SGD` for a model that was paged with `moments=("momentum_buffer",)`, or `()` without momentum.
+    `settings` are torch's. See `HostedOptimizer`."""
 
     def __init__(self, params: Any, *, swap: SwapManager, lr: float = 1e-3, **settings: Any) -> None:
         given = [*params]
@@ -87,12 +87,12 @@ class PagedSGD(HostedOptimizer):
 
 
 def stand_in(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group with the same settings over a parameter that is nobody's."""
+    """Return a parameter group with the same settings over a dummy parameter."""
     return {**group, "params": [nn.Parameter(torch.zeros(1))]}
 
 
 def _parts(batch: list[SteppedPiece]) -> Iterator[tuple[SteppedPiece, int, int]]:
-    """Elements [start, end) of pieces, cut where a vector of the kernels ends: see SHARD_ALIGN."""
+    """Yield pieces in parts [start, end) that end where a vector of the kernels ends: see SHARD_ALIGN."""
     for piece in batch:
         for start in range(0, piece.numel, _PART_NUMEL):
             yield piece, start, min(start + _PART_NUMEL, piece.numel)

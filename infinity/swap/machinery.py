@@ -1,6 +1,6 @@
-"""What one run moves bytes with: its drives; and the pinned pool, the engine, the arena and the stager over them.
+"""The I/O machinery of a run: its drives, and the pinned pool, engine, arena and stager on top of them.
 
-The drives are known from the start, the rest is made as soon as the size of the pool is. Used by the training thread only.
+The drives are known at the start; all else is made once the pool's size is known. Training thread only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from infinity.swap.stager import Stager
 from infinity.swap.waiting_gradients import HostGradients
 
 _MEASURE_BYTES = 64 << 20
-"""Written and read, twice, to weigh one drive against another."""
+"""Written and read, twice, to compare the drives."""
 
 
 class Drives:
-    """A folder on each drive, by how much each is used, and how they are driven. Arguments as for `SwapManager`."""
+    """A folder on each drive, the drives' bandwidths, and their I/O settings. Arguments as for `SwapManager`."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class Drives:
         self._bandwidths = self._measure(paths) if measures else bandwidths
         self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
         self._devices = [folder.root.stat().st_dev for folder in self._folders if not isinstance(folder, NoFolder)]
-        """The device of each, and of those that only foreign files lie on."""
+        """The device number of each drive, including drives with only foreign files."""
         self._is_open = False
-        """Whether an engine drives them, so that no other can come."""
+        """True once an engine uses the drives, after which none can be added."""
 
     @property
     def count(self) -> int:
-        """How many drives the arena is on."""
+        """The number of drives of the arena."""
         return len(self._folders)
 
     def open_foreign(self, paths: Sequence[Path]) -> ForeignFiles:
-        """Files of the user, for the caller to close. Before `make_engine`, as they may lie on other drives."""
+        """Open foreign files, for the caller to close; before `make_engine`, because they may be on other drives."""
 
         def drive_of(path: Path) -> int:
             device = path.stat().st_dev
@@ -67,17 +67,17 @@ class Drives:
 
     @property
     def numa_node(self) -> int | None:
-        """Of the first drive that says where it is; None where none does."""
+        """The NUMA node of the first drive that reports one; None if none does."""
         nodes = (disk.numa_node for folder in self._folders for disk in drive_of(folder.root).disks)
         return next((node for node in nodes if node is not None), None)
 
     def make_engine(self, pool: PinnedPool) -> IoEngine:
-        """An engine over all of them, for the caller to close."""
+        """Make an engine over all drives, for the caller to close."""
         self._is_open = True
         return IoEngine(pool, self._io, drives=max(1, len(self._devices)))
 
     def make_arena(self, engine: IoEngine) -> Arena:
-        """This rank's arena, for the caller to close."""
+        """Make this rank's arena, for the caller to close."""
         return Arena(
             self._folders,
             engine,
@@ -88,17 +88,17 @@ class Drives:
         )
 
     def check_free(self, nbytes: int, stored: str) -> None:
-        """Raise StoreError, naming what is `stored`, where they don't have so much space, and don't hold so much already."""
+        """Raise StoreError, naming `stored`, if the drives neither have `nbytes` free nor hold the state already."""
         if self._resumed_layout is None:
             check_free(self._folders, self._bandwidths, nbytes, stored)
 
     def close(self) -> None:
-        """Remove the folders, or let go of those that stay."""
+        """Remove the folders, or unlock those that stay."""
         for folder in self._folders:
             folder.close()
 
     def _measure(self, paths: Sequence[str | os.PathLike[str]]) -> list[float]:
-        """Bandwidth of the drive of each path for the reads and writes of a step (bytes per second)."""
+        """Measure the bandwidth of each path's drive for the reads and writes of a step (bytes per second)."""
         bandwidths = []
         for path in paths:
             rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io)
@@ -107,8 +107,7 @@ class Drives:
 
 
 class Machinery:
-    """Pool, engine, arena and stager: made together when the size of the pool is known, closed together. Closes `foreign`,
-    too."""
+    """Pool, engine, arena and stager, made together and closed together. Also closes `foreign`."""
 
     def __init__(self, pinned_bytes: int, drives: Drives, device: Device, *, lock_memory: bool) -> None:
         self._notes: list[str] = []
@@ -119,7 +118,7 @@ class Machinery:
         self.arena = drives.make_arena(self.engine)
         self.stager = Stager(self.engine, self.pool, self.arena, device)
         self.foreign: ForeignFiles | None = None
-        """Files of the user, in which a part of the model rests."""
+        """The foreign files that hold a part of the model."""
         self._take_device(device, pin=False)
         if drives.count > 1:
             parts = ", ".join(f"{share:.0%} on {path}" for path, share in self.arena.shares)
@@ -127,7 +126,7 @@ class Machinery:
 
     @property
     def notes(self) -> list[str]:
-        """What the machine refused and what was done instead, a line each."""
+        """Requests that the machine refused, with the fallback, one line each."""
         foreign = self.foreign.notes if self.foreign is not None else []
         return [
             *self.engine.notes,
@@ -139,15 +138,15 @@ class Machinery:
         ]
 
     def adopt(self, device: Device, *, pin: bool) -> None:
-        """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it."""
+        """Compute on `device` from now on. `pin`: register host memory with it."""
         self._take_device(device, pin=pin)
         refused = device.register(self.pool.slab) if pin else None
         if refused:
             self._notes.append(refused)
 
     def close(self) -> None:
-        """Wait for what is in flight and give everything back. Raises IoError when a write failed that nobody waited for."""
-        with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
+        """Wait for all transfers and release everything. Raises IoError if a write failed that nothing waited for."""
+        with contextlib.ExitStack() as closing:  # in reverse order, even if one fails
             closing.callback(self.stager.close)
             closing.callback(self.arena.close)
             if self.foreign is not None:
@@ -166,7 +165,7 @@ class Machinery:
 
 
 def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[Folder]:
-    """A run folder under each path, or none of them; where there are no paths, nothing is to be written."""
+    """Make a run folder under each path, or none if one fails. Without paths nothing can be written."""
     if not paths:
         return [NoFolder()]
     folders: list[Folder] = []

@@ -1,7 +1,7 @@
-"""The swap manager: the floor's public face, over one run's drives and pinned pool.
+"""The swap manager: the public API of this package, over one run's drives and pinned pool.
 
-Two faces, in fact. `page(model)` hands a model that FSDP2 sharded over to the arena, and returns what moves it from then on
-(paging.py); `tensors` does the same for plain tensors of any other engine. Both share drives, engine and pool.
+It has two APIs: `page(model)` moves a model that FSDP2 sharded into the arena and returns the object that moves it from
+then on (paging.py); `tensors` stores plain tensors for any other engine. Both share drives, engine and pool.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ class SwapStats:
     pinned_bytes: int
     pinned_peak_bytes: int
     cached_bytes: int
-    """Pinned bytes that hold what stays from step to step."""
+    """Pinned bytes that are kept from step to step."""
     arena_bytes: int
     drives: tuple[DriveStats, ...]
-    """What each drive moved, in the order of the paths."""
+    """The bytes that each drive moved, in the order of the paths."""
 
     @staticmethod
     def of(machinery: Machinery, paging: Paging | None) -> SwapStats:
-        """The counters now."""
         engine, pool = machinery.engine, machinery.pool
         return SwapStats(
             read_bytes=engine.read_bytes,
@@ -89,19 +88,19 @@ class SwapManager:
     """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
 
     Args:
-        path: a folder on the drive, or several on as many drives, over which everything is striped by their bandwidth.
-            This run makes a folder of its own in each and removes it at the end. None of them where nothing is to be written,
-            because all that rests on NVMe is in files of the user (`page(weights=...)`).
-        pinned_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
-            (see infinity/swap/plan.py), 512 MiB for plain tensors.
-        io: how the drives are driven.
-        bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
+        path: a folder on the drive, or one on each of several drives, over which all data is striped by bandwidth. The
+            run makes a folder of its own in each, and removes it at the end. Empty if nothing is to be written, because
+            all offloaded parameters are in foreign files (`page(weights=...)`).
+        pinned_bytes_max: pinned host memory (bytes, or "2GiB"). "auto" takes as much as the model needs to run at full
+            speed (infinity/swap/plan.py), 512 MiB for plain tensors.
+        io: the I/O settings.
+        bandwidths: of the drives, in any one unit. None: several drives are measured, which takes a second.
         lock_memory: ask the kernel to lock the pinned pages.
-        pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
-        checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
-            before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
-        run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
-        io_options: fields of `io` by name, which count instead: `backend="threads"`.
+        pin_memory: register host memory with the GPU, if there is one, so that copies overlap with compute.
+        checksums: keep a CRC-32C of every 4 KiB page written. A mismatch raises IntegrityError with file and offset,
+            before the bytes are used (docs/reliability.md, "Integrity").
+        run: a durable run with files under these paths, whose steps are committed; `infinity.initialize` makes it.
+        io_options: fields of `io` by name, which override it: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -141,15 +140,15 @@ class SwapManager:
 
     @property
     def tensors(self) -> TensorStore:
-        """Plain tensors on these drives, by name."""
+        """The plain tensors on these drives, by name."""
         if self._tensors is None:
             self._tensors = TensorStore(self._open())
         return self._tensors
 
     def flush(self) -> None:
-        """Run what waits, and wait until everything is on the drives (fdatasync). Raises IoError when a write failed."""
+        """Run deferred updates, and wait until all data is on the drives (fdatasync). Raises IoError."""
         if self._machinery is None and not self._closed:
-            return  # nothing was ever stored
+            return  # nothing was stored yet
         machinery = self._open()
         with self._paging.entered() if self._paging is not None else contextlib.nullcontext():
             if self._paging is not None:
@@ -168,22 +167,22 @@ class SwapManager:
     ) -> Paging:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
-        After this the model's parameters are paged tensors (fp32 masters), every gather reads its 16-bit compute parameters
-        from NVMe, and `PagedAdamW(model.parameters(), swap=self)` steps it. Parameters on the meta device get their place
-        without ever being held; give them values (`load_state_dict`, `infinity.initialize`) before they are used.
+        The parameters are then paged tensors (fp32 masters), every gather reads its 16-bit compute parameters from
+        NVMe, and `PagedAdamW(model.parameters(), swap=self)` steps them. Parameters on the meta device get space in the
+        arena without ever being in memory; give them values (`load_state_dict`, `infinity.initialize`) before use.
 
         Args:
-            options: what rests where, and when it is updated; the defaults where None.
-            weights: safetensors (as for `initialize`) in which frozen parameters stay: they are read from there and take no
-                place in the arena, where their dtype there is one of 8 to 32 bits. A durable run keeps all in its own files.
+            options: where state is stored, and when it is updated; None: the defaults.
+            weights: safetensors (as for `initialize`) in which frozen parameters stay, without space in the arena, if
+                their dtype there has 8 to 32 bits. A durable run keeps everything in its own files.
 
         A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
-        BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
-        without space, on all ranks when on one; the model is unchanged then.
+        BudgetError if the pool is too small for one group or three sub-groups (with a sufficient size), StoreError if
+        space is missing. They raise on every rank if any rank fails, and leave the model unchanged.
         """
         if self._paging is not None:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
-        release(model)  # what a forward before this has gathered
+        release(model)  # the groups that an earlier forward has gathered
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         mesh = groups[0].sharded[0].device_mesh
@@ -196,7 +195,7 @@ class SwapManager:
             files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
             place = _checked_place(self.run, layout, outline, options)
-            self._device = _device_of(groups)  # before the pool is made, which is to lie near it
+            self._device = _device_of(groups)  # before the pool, which is allocated near it
             machinery = self._open(pinned_bytes)
             machinery.foreign = foreign
             machinery.adopt(self._device, pin=self._pin_memory)
@@ -238,16 +237,16 @@ class SwapManager:
         weights: str | os.PathLike[str] | None = None,
         unasked: bool = False,
     ) -> bool:
-        """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on. Returns
-        whether `options.speculative` has any effect.
+        """Raise the errors for missing memory or space that `page` would raise, before the model is sharded. Returns
+        True if `options.speculative` has any effect.
 
         Args:
-            wrap: the modules that will be groups of their own, beside the root.
-            ranks: over how many it will be sharded.
-            dtype: in which it will be gathered.
+            wrap: the modules that will be groups of their own, besides the root.
+            ranks: number of ranks that it will be sharded over.
+            dtype: of the gather.
             options, weights: as for `page`.
-            unasked: whether nobody asked for speculative updates. Second slots for them are to leave as much space free as they
-                take, with those of all ranks here.
+            unasked: the user did not ask for speculative updates. Their second slots, with those of all ranks here,
+                must then leave as much space free as they take.
         """
         options = options.for_ranks(ranks)
         stored = self._rest_in_files(model, weights, options)
@@ -268,7 +267,7 @@ class SwapManager:
 
     @property
     def paging(self) -> Paging:
-        """The paged model and all that moves it. Raises InfinityError before `page`."""
+        """The paged model with everything that moves it. Raises InfinityError before `page`."""
         if self._paging is None:
             raise InfinityError("no model is paged yet: call page(model) first")
         return self._paging
@@ -280,10 +279,10 @@ class SwapManager:
 
     @property
     def stager(self) -> Stager:
-        """What moves the chunks, for a look at what is in flight."""
+        """The stager, for inspecting transfers in flight."""
         return self._open().stager
 
-    # What it took.
+    # Statistics.
 
     @property
     def backend(self) -> str:
@@ -292,31 +291,31 @@ class SwapManager:
 
     @property
     def notes(self) -> list[str]:
-        """What the machine refused and what was done instead, a line each."""
+        """Requests that the machine refused, with the fallback, one line each."""
         return [*self._open().notes, *(self._paging.paged.notes if self._paging is not None else ())]
 
     def stats(self) -> SwapStats:
-        """The counters."""
+        """Return the counters."""
         return SwapStats.of(self._open(), self._paging)
 
     def step_bytes(self, *, micro_batches: int = 1, gathers: Mapping[str, int] | None = None) -> tuple[int, int]:
-        """Bytes (read, written) that a step moves in which every trained parameter has a gradient.
+        """Return the bytes (read, written) of a step in which every trained parameter has a gradient.
 
-        Once a step was taken: what the next one like it moves, to the byte. Before: the sum for `micro_batches` that gather
-        every group for forward and for backward, or as often in a step as `gathers` says, by name.
+        After a first step: exactly those of the next step, if it is like the last one. Before: the sum if every
+        micro-batch gathers each group twice, or if each step gathers groups as often as `gathers` says, by name.
         """
         return self.paging.step_bytes(micro_batches, gathers)
 
-    # What it does when.
+    # Tracing.
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where what happens is noted; None while no trace runs."""
+        """The recorder of the running trace; None if no trace runs."""
         return self._machinery.stager.timeline if self._machinery is not None else None
 
     def start_trace(self) -> None:
-        """Note from now on what happens when, until `stop_trace`; first wait until the drives rest, so that the trace begins
-        with whole transfers. Raises InfinityError when a trace runs already.
+        """Start a trace, which records events until `stop_trace`. First waits until the drives are idle, so that it
+        contains whole transfers only. Raises InfinityError if a trace runs already.
         """
         if self.timeline is not None:
             raise InfinityError("a trace runs already: call stop_trace() first")
@@ -324,10 +323,10 @@ class SwapManager:
         self._trace_into(Timeline(machinery.engine))
 
     def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
-        """Wait until the drives rest, and end the trace: its figures. See docs/timeline.md.
+        """Wait until the drives are idle, end the trace, and return its figures. See docs/timeline.md.
 
-        `path`: gets the events of this rank, in the format of Chrome's and Perfetto's trace viewers (JSON). Raises
-        InfinityError when no trace runs, OSError when the file can't be written; the trace has ended then all the same.
+        `path`: the file for this rank's events, in the format of Chrome's and Perfetto's trace viewers (JSON). Raises
+        InfinityError if no trace runs, OSError if the file can't be written; the trace has then ended too.
         """
         timeline = self.timeline
         if timeline is None:
@@ -341,9 +340,9 @@ class SwapManager:
             self._paging.trace_into(timeline)
 
     def close(self) -> None:
-        """Wait for what is in flight, give memory and drive space back. Idempotent.
+        """Wait for transfers in flight, and release memory and drive space. Idempotent.
 
-        Raises IoError when a write failed that nobody waited for; InfinityError on another thread while a pass is going on.
+        Raises IoError if a write that nothing waited for has failed; InfinityError on another thread during a pass.
         """
         paging = self._paging
         with paging.alone() if paging is not None else contextlib.nullcontext():
@@ -370,7 +369,7 @@ class SwapManager:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # How.
+    # Implementation.
 
     def _open(self, pinned_bytes: int | None = None) -> Machinery:
         if self._machinery is None:
@@ -383,7 +382,7 @@ class SwapManager:
     def _rest_in_files(
         self, model: nn.Module, weights: str | os.PathLike[str] | None, options: PagingOptions
     ) -> dict[str, StoredParameter]:
-        """The frozen parameters that stay in the user's files, by name."""
+        """Return the frozen parameters that stay in foreign files, by name."""
         if weights is None or self.run is not None or options.hold_parameters:
             return {}
         return frozen_in_files(model, weights)
@@ -399,8 +398,7 @@ def _checked_place(
     model: ModelOutline,
     options: PagingOptions,
 ) -> ArenaLayout:
-    """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
-    way."""
+    """Return the layout of the state, without the drives. Raises CheckpointError if the resumed run differs."""
     shapes = [parameter.shape for group in model.groups for parameter in group.parameters]
     kind = str(model.dtype).removeprefix("torch.")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -419,8 +417,8 @@ def _checked_place(
         return place
     if why := list(differences(run.resumed.layout, place)):
         raise CheckpointError(
-            f"what {run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
-            "that run, or start without resume under another infinity.run_name"
+            f"the run in {run.where} belongs to a different training: {'; '.join(why)}; resume with the model and "
+            "config of that run, or start without resume under another infinity.run_name"
         )
     return place
 
@@ -430,6 +428,6 @@ def _on_drives(place: ArenaLayout, arena: Arena) -> ArenaLayout:
 
 
 def _device_of(groups: Sequence[ShardedGroup]) -> Device:
-    """Where the model computes: the device of the mesh it was sharded over."""
+    """Return the device that the model computes on: that of the mesh it was sharded over."""
     kind = groups[0].sharded[0].device_mesh.device_type
     return device_for(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))

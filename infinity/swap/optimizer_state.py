@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each paged parameter: how often it was stepped, and moments that lie in the arena.
+"""Optimizer state of paged parameters: step counts in memory, moments in the arena.
 
 Used by the training thread, and by autograd's threads on its behalf.
 """
@@ -23,32 +23,32 @@ from infinity.swap.shard import PagedShard
 
 
 class PagedState:
-    """Makes and loads what `state` of an optimizer holds, and counts its steps. `state[parameter]` is given with each call, as
-    torch sets `state` anew when it loads.
+    """Makes, loads and counts an optimizer's `state`. Each call passes `state[parameter]`, because torch replaces
+    `state` when it loads.
 
     Args:
         kind: the optimizer's name, for errors.
-        moments: what it takes of each element, by its names in `state`.
-        counts_steps: whether `state` holds a "step" (fp32, 0-D, on the CPU).
+        moments: its per-element state, by name.
+        counts_steps: True if `state` holds a "step" (fp32, 0-D, on the CPU).
 
-    Raises ConfigError where the arena has no place for the moments.
+    Raises ConfigError if the arena has no place for the moments.
     """
 
     def __init__(self, paging: Paging, kind: str, moments: tuple[str, ...], *, counts_steps: bool) -> None:
         self.fields = dict(zip(paging.arena_layout.moments, FIELDS, strict=False))
-        """Where a sub-group has each moment, by its name in `state`."""
+        """By name of a moment: its field in a sub-group."""
         if not self.fields.keys() >= set(moments):
             raise ConfigError(
-                f"{kind} keeps {kept_in_words(moments)} of each element, and there is room for {kept_in_words(self.fields)}: "
-                f"page the model with swap.page(model, PagingOptions(moments={moments!r}))"
+                f"{kind} keeps {kept_in_words(moments)} of each element, but the model was paged for "
+                f"{kept_in_words(self.fields)}: page it with swap.page(model, PagingOptions(moments={moments!r}))"
             )
         self._paging = paging
         self._moments = moments
         self._counts_steps = counts_steps
 
     def make(self, parameter: nn.Parameter, state: dict[str, Any], *, zero: bool = True) -> None:
-        """Make what is missing: step 0 and moments of zero, as of a parameter that was never stepped (or left as they are in
-        the arena)."""
+        """Fill an empty state with step 0 and zero moments, as of a parameter that was never stepped. `zero` False:
+        keep the arena's moments."""
         if state:
             return
         shard = trained_shard(parameter)
@@ -63,7 +63,7 @@ class PagedState:
             shard.stepped = False
 
     def _paged(self, parameter: nn.Parameter, name: str) -> DTensor:
-        """What lies in the arena of a moment."""
+        """Return a moment in the arena as a paged tensor."""
         data = parameter.data
         assert isinstance(data, DTensor)
         local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging.parameters, data.device)
@@ -72,8 +72,8 @@ class PagedState:
         )
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """`state`, or what it is once moments that were set by hand are in the arena: another dict, as `state_dict()` gives the
-        first one out."""
+        """Return `state`, or a new dict if moments were set by hand, after moving those into the arena. A new dict,
+        because `state_dict()` returns the old one."""
         names = self.replaced(state)
         if not names:
             return state
@@ -83,7 +83,7 @@ class PagedState:
         return {**state, **replaced, **({"step": state["step"].clone()} if self._counts_steps else {})}
 
     def replaced(self, state: Mapping[str, Any]) -> list[str]:
-        """The moments that are other tensors than those in the arena."""
+        """Return the names of moments that are not in the arena, because they were replaced."""
         replaced = []
         for name in self._moments:
             moment = state.get(name)
@@ -94,7 +94,7 @@ class PagedState:
         return replaced
 
     def load(self, parameter: nn.Parameter, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-        """Make `state`, which is empty, with the values of a loaded one. Moments are moved into the arena."""
+        """Fill an empty `state` from a loaded one. Moments are moved into the arena."""
         names = self._moments_of(trained_shard(parameter))
         moments = {name: loaded[name] for name in names if loaded.get(name) is not None}
         self.make(parameter, state, zero=moments.keys() != {*names})
@@ -104,8 +104,8 @@ class PagedState:
             state["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
 
     def steps_of(self, shard: PagedShard, state: Mapping[str, Any]) -> tuple[torch.Tensor, bool]:
-        """How often a parameter was stepped (0-D, the caller's own), 0 where that isn't counted; and whether the next step is
-        its first one, or the first since its steps were set to 0."""
+        """Return a parameter's step count (0-D, a copy; 0 if steps aren't counted), and True if the next step is its
+        first one, or the first since the count was set to 0."""
         if not self._counts_steps:
             return torch.zeros(()), not shard.stepped
         steps = state["step"].clone()
@@ -117,6 +117,6 @@ class PagedState:
         shard.stepped = True
 
     def _moments_of(self, shard: PagedShard) -> list[str]:
-        """What is kept of each element of a shard, by its names in `state`."""
+        """Return the names of the moments kept for each element of a shard."""
         whole = self._paging.paged.layout.shards[shard.index].whole
         return [name for name in self._paging.arena_layout.moments_of(whole=whole) if name in self._moments]

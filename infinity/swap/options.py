@@ -1,6 +1,6 @@
-"""How a model is paged: every choice of `SwapManager.page` in one frozen object, which is passed whole.
+"""The paging options: every choice of `SwapManager.page` in one frozen object, which is passed whole.
 
-A field has the name of its config key wherever there is one.
+A field has the name of its config key if there is one.
 """
 
 from __future__ import annotations
@@ -18,78 +18,77 @@ from infinity.store.layout import MOMENTS as FIELDS
 from infinity.store.layout import Layout, SubGroup
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-"""By the config's name."""
+"""By the name in the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagingOptions:
-    """What rests where, in which pieces, and when it is updated. Raises ConfigError for a value that can't be."""
+    """Where state is stored, in which pieces, and when it is updated. Raises ConfigError for invalid values."""
 
     sub_group_size: int | None = None
-    """At most this many elements are stepped together. None takes as many as the pinned budget holds three of, and never more
-    than the default (4 Mi elements)."""
+    """Elements that are stepped together, at most. None takes as many as let the pinned budget hold three sub-groups,
+    and no more than the default (4 Mi elements)."""
     param_persistence_threshold: int = 100_000
-    """Parameters of fewer elements keep their compute parameter in host memory."""
+    """Parameters with fewer elements keep their compute parameter in host memory."""
     model_persistence_threshold: int | None = None
-    """An upper bound (elements) on all parameters that stay because they are small: the first that fit. None is no bound."""
+    """Elements of all parameters kept because they are small, at most: the first that fit. None: no bound."""
     max_in_cpu: int = 0
-    """Besides the small ones, so many elements of this rank's compute parameters stay in host memory, first groups first."""
+    """Elements of this rank's other compute parameters that stay in host memory, first groups first."""
     host_cache_bytes: int = 0
-    """So many bytes of the pinned memory keep compute parameters and optimizer state from step to step, those that spare the
-    most transfers: see [Note: What stays] in infinity/schedule/residency.py."""
+    """Pinned memory that keeps compute parameters and optimizer state from step to step, chosen to save the most
+    transfers: see [Note: What stays] in infinity/schedule/residency.py."""
     prefetch_bucket_size: int | None = None
-    """Reads run ahead of use by at most so many elements of this rank's shards; the next group is always read. None is as far
-    as the pinned budget allows."""
+    """Elements of this rank's shards by which reads run ahead of use, at most; the next group is always read. None: as
+    far as the pinned budget allows."""
     update: Update = "step"
-    """When a parameter is updated; the numbers are the same.
+    """When a parameter is updated. The results are the same.
 
-    "step": in the optimizer's `step`.
-    "forward": just before the parameter is gathered next, or looked at in any other way. This reads 2 bytes less per element,
-    while the model computes. `step` returns at once and takes the gradients: `.grad` is None after it.
-    "backward": as soon as its gradient is reduced; but a fourth before its next forward, as `timing_of` says. This is
-    for loops in which a step follows every backward, with the gradients as they are (no clipping, no accumulation) and with the
-    learning rate that was set before the backward, unless it is `speculative`."""
+    "step": in the optimizer's `step`. "forward": just before the parameter is gathered next, or read in any other way.
+    This reads 2 bytes less per element, while the model computes. `step` returns at once and takes the gradients;
+    `.grad` is then a stand-in that raises on any use. "backward": as soon as its gradient is reduced; one group in four
+    before its next forward (`timing_of`). Unless `speculative` is set, a step must follow every backward, with
+    unchanged gradients (no clipping, no accumulation) and the learning rate that was set before the backward."""
     speculative: bool = False
-    """With "backward": gradients wait all the same, and the step accepts what the backward updated, or discards it. For what is
-    not known in the backward (clipping, overflows, another micro-batch). Nearly twice the space on NVMe: see [Note: Speculative
-    updates] in infinity/swap/pending_updates.py."""
+    """With "backward": gradients wait, and the step accepts or discards what the backward updated. For steps that
+    depend on later events (clipping, overflows, another micro-batch). Takes nearly twice the space on NVMe: see [Note:
+    Speculative updates] in infinity/swap/pending_updates.py."""
     master_weights: MasterWeights = "split"
-    """"split": where the compute parameter is bf16, the master is that and its remainder: 12 bytes per element instead of 14.
-    See [Note: Split masters] in infinity/optim/kernel.py. "full": the whole fp32 master lies beside it."""
+    """"split": if the compute parameter is bf16, the master is that and its remainder: 12 bytes per element, not 14
+    (see [Note: Split masters] in infinity/optim/kernel.py). "full": the fp32 master, next to the compute parameter."""
     hold_parameters: bool = False
-    """Whether all compute parameters stay in host memory, so that only optimizer state rests on NVMe."""
+    """True if all compute parameters stay in host memory, so that only optimizer state is on NVMe."""
     hold_state: bool = False
-    """Whether masters and optimizer state stay in host memory, so that only compute parameters rest on NVMe; or nothing, with
-    `hold_parameters`."""
+    """True if masters and optimizer state stay in host memory, so that only compute parameters are on NVMe, if any."""
     keep_on_device: bool = False
-    """Whether compute parameters stay on the device, too, where that has memory of its own: a gather copies none from host
-    memory, and an update of a group is followed by a copy of its new ones."""
+    """True if compute parameters also stay on a device with memory of its own: a gather copies none from host memory,
+    and each update of a group is followed by a copy of its new ones."""
     gradient_dtype: torch.dtype = torch.float32
-    """In which gradients wait for their update. One of 16 bits is for where it holds all of a gradient: see [Note: Gradients in
-    16 bits] in infinity/swap/waiting_gradients.py. The backward takes such gradients; `.grad` refuses to be used after it."""
+    """The dtype of gradients that wait for their update: 16 bits if these hold gradients exactly, see [Note: Gradients
+    in 16 bits] in infinity/swap/waiting_gradients.py. The backward takes such gradients; `.grad` is then a stand-in
+    that raises on any use."""
     gradient_bytes_max: int | None = None
-    """Host memory (bytes) in which gradients wait; what doesn't fit waits on NVMe, an even share of the groups. None keeps all
-    of them in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it.
-    With "backward", no group is left to the forward where there is a bound, be it reached or not: without `speculative`, no
+    """Host memory (bytes) for waiting gradients. The excess waits on NVMe, an even share of the groups. None: all in
+    memory. The backward takes the gradients of a group that waits on NVMe; `.grad` is then a stand-in that raises on
+    any use. With "backward" and any bound, reached or not, no group is left to the forward; without `speculative`, no
     gradient waits then."""
     activation_buffer_bytes: int = 0
-    """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
+    """Pinned memory for saved activations on their way to NVMe and back (the config's
     `offload_activations.buffer_bytes`): see `SwapManager.activation_buffers`."""
     moments: tuple[str, ...] = ADAM_MOMENTS
-    """What the optimizer keeps of each element, by the names in its `state`: Adam's two, `("momentum_buffer",)` for SGD, `()`
-    for SGD without momentum."""
+    """The optimizer's per-element state, by name: Adam's two, `("momentum_buffer",)` for SGD, `()` for SGD without
+    momentum."""
     moments_dtype: torch.dtype = torch.float32
-    """In which it keeps them: fp32; or, for Adam's, bf16 ([Note: Rounded by chance] in csrc/optim/kernels.inc), which takes 4
-    bytes less per element, or uint8, codes of 8 bits ([Note: Codes of eight bits] in csrc/optim/codes.inc), which takes 6 less.
-    Both change the numbers."""
+    """The dtype of moments: fp32; or, for Adam's, bf16 ([Note: Rounded by chance] in csrc/optim/kernels.inc), which
+    takes 4 bytes less per element, or uint8, 8-bit codes ([Note: Codes of eight bits] in csrc/optim/codes.inc), which
+    takes 6 less. Both change the results."""
     matrices: frozenset[str] = frozenset()
-    """The parameters, by name, that the optimizer updates as whole matrices. Of these it keeps `matrix_moments` instead of
-    `moments`: Muon a `("momentum_buffer",)`."""
+    """Names of the parameters that the optimizer updates as whole matrices. For these it keeps `matrix_moments` instead
+    of `moments`: Muon a `("momentum_buffer",)`."""
     matrix_moments: tuple[str, ...] = ()
     updates_are_collective: bool = False
-    """Whether all ranks update a sub-group together, in collectives, as those of `matrices` that are sharded: `page` sees to
-    it. Nobody can run such an update by himself, so nothing is left beyond the step: what the backward doesn't update, the step
-    does, and "forward" can't be."""
+    """True if all ranks update a sub-group together, in collectives, as for sharded `matrices`; `page` sets it. A
+    single rank can't run such an update, so none is deferred beyond the step: the step makes all updates that the
+    backward doesn't, and "forward" is rejected."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moments", tuple(self.moments))
@@ -100,24 +99,24 @@ class PagingOptions:
             )
         if self.updates_are_collective and self.update == "forward":
             raise ConfigError(
-                'PagingOptions.update "forward" leaves updates to whoever gathers a group or looks at it, and matrices that '
-                'are sharded are updated by all ranks together: use "backward" or "step"'
+                'PagingOptions.update "forward" defers updates to the rank that next uses a group, but all ranks '
+                'update sharded matrices together: use "backward" or "step"'
             )
         if self.keep_on_device and not self.in_host_memory:
-            raise ConfigError("keep_on_device is for models that host memory holds: set hold_parameters and hold_state")
+            raise ConfigError("keep_on_device needs the whole model in host memory: set hold_parameters and hold_state")
         names = (*self.moments, *self.matrix_moments)
         if len(names) > len(FIELDS):
             raise ConfigError(
-                f"the optimizer keeps {len(names)} numbers of each parameter ({', '.join(names)}), and "
-                f"{len(FIELDS)} can be paged: use another one, or set the device of offload_param and offload_optimizer to none"
+                f"the optimizer keeps {len(names)} numbers per parameter ({', '.join(names)}), but only {len(FIELDS)} "
+                "can be paged: use another optimizer, or set the device of offload_param and offload_optimizer to none"
             )
         if self.moments_dtype not in MOMENT_DTYPES.values():
             dtypes = ", ".join(map(str, MOMENT_DTYPES.values()))
             raise ConfigError(f"moments_dtype is {self.moments_dtype}: it must be one of {dtypes}")
         if self.moments_dtype is not torch.float32 and names != ADAM_MOMENTS:
             raise ConfigError(
-                f"moments_dtype {self.moments_dtype} is for the two moments of Adam and AdamW, and this optimizer keeps "
-                f"{' and '.join(names) or 'nothing'}: use torch.float32"
+                f"moments_dtype {self.moments_dtype} is for the two moments of Adam and AdamW, but this optimizer "
+                f"keeps {' and '.join(names) or 'nothing'}: use torch.float32"
             )
         _check_one_of("update", self.update, get_args(Update))
         _check_one_of("master_weights", self.master_weights, get_args(MasterWeights))
@@ -127,45 +126,45 @@ class PagingOptions:
                 raise ConfigError(f"{name} is {value}: it must be at least {least}")
 
     def timing_of(self, group: int) -> UpdateTiming:
-        """When the group of that number is updated: see [Note: Balance of the passes] in infinity/schedule/scheme.py."""
+        """Return when a group is updated: see [Note: Balance of the passes] in infinity/schedule/scheme.py."""
         if self.speculative:
             return UpdateTiming.SPECULATIVE
         return UpdateTiming.FORWARD if self._balances and is_left_to_forward(group) else UpdateTiming(self.update)
 
     @property
     def in_host_memory(self) -> bool:
-        """True if nothing is on NVMe: host memory has all parameters and optimizer state."""
+        """True if nothing is on NVMe: host memory holds all parameters and optimizer state."""
         return self.hold_parameters and self.hold_state
 
     @property
     def _balances(self) -> bool:
-        """True if the forward makes some of the updates while the backward makes the others, for the sake of the drive."""
+        """True if the forward makes some of the updates and the backward the others, to keep the drive busy in both."""
         may_wait = self.gradient_bytes_max is None and not self.updates_are_collective
         return self.update == "backward" and may_wait and not self.in_host_memory
 
     @property
     def updates_wait(self) -> bool:
-        """Whether a step may leave updates for later."""
+        """True if a step may defer updates."""
         return self.update != "step" and not self.updates_are_collective
 
     def for_ranks(self, ranks: int) -> PagingOptions:
-        """The same for a model that is sharded over so many ranks. Raises ConfigError for what can't be there."""
+        """Return these options for a model sharded over so many ranks. Raises ConfigError if that is not possible."""
         return replace(self, updates_are_collective=bool(self.matrices) and ranks > 1)
 
     @property
     def all_gradients_wait(self) -> bool:
-        """Whether the gradients of every group wait for the step."""
+        """True if the gradients of every group wait for the step."""
         return self.speculative or self.update != "backward"
 
     def stored_in_words(self, *, durable: bool) -> str:
-        """What rests on NVMe, for an error about missing space; in a `durable` run everything has a second slot."""
+        """Name the bytes on NVMe for an error about missing space. In a `durable` run everything has a second slot."""
         stored = "parameters" if self.hold_state else "parameters and optimizer state"
         if not self.speculative or durable:
             return stored
-        return f'{stored}, with the second slot that infinity.update "{late_update(self.updates_are_collective)}" does without'
+        return f'{stored}, with second slots that infinity.update "{late_update(self.updates_are_collective)}" avoids'
 
     def look_ahead_bytes(self, dtype: torch.dtype) -> int | None:
-        """`prefetch_bucket_size` in bytes, where compute parameters have this dtype."""
+        """Return `prefetch_bucket_size` in bytes, for compute parameters of this dtype."""
         return None if self.prefetch_bucket_size is None else self.prefetch_bucket_size * dtype.itemsize
 
 
@@ -187,7 +186,7 @@ def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def is_speculative(layout: Layout, sub: SubGroup, options: PagingOptions) -> bool:
-    """Whether the backward updates a sub-group for the step to accept, which takes another slot."""
+    """Return True if the backward updates a sub-group for the step to accept, which takes a second slot."""
     left = options._balances and is_left_to_forward(sub.index)
     due = options.timing_of(sub.space) is UpdateTiming.SPECULATIVE and not left
     moves = sub.trained and sub.space != layout.resident_space and sub.nbytes > 0
@@ -195,5 +194,5 @@ def is_speculative(layout: Layout, sub: SubGroup, options: PagingOptions) -> boo
 
 
 def second_slot_bytes(layout: Layout, options: PagingOptions) -> int:
-    """What the second slots take on NVMe."""
+    """Return the bytes of the second slots on NVMe."""
     return sum(sub.nbytes for sub in layout.sub_groups if is_speculative(layout, sub, options))

@@ -1,7 +1,6 @@
 """Adam and AdamW over paged parameters.
 
-The numbers are those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls
-the same kernels.
+Results equal those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` for the parameters of a model that `swap.page` was called on.
 
     Args:
-        params: parameters or parameter groups, as for torch; all of them paged by `swap`.
+        params: parameters or parameter groups, as in torch; all of them paged by `swap`.
         swap: the manager that paged the model.
-        lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
+        lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as in torch.
 
-    Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
+    Raises ConfigError for parameters that `swap` did not page or that were frozen then.
     """
 
     moments: tuple[str, ...] = MOMENTS
@@ -71,18 +70,19 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         super()._adopt(swap)
         if tuple(self._paged_state.fields)[: len(MOMENTS)] != MOMENTS:
             raise ConfigError(
-                f"the kernel for Adam wants its moments first: swap.page(model, PagingOptions(moments={MOMENTS!r}))"
+                "the Adam kernel needs its moments first: page with swap.page(model, "
+                f"PagingOptions(moments={MOMENTS!r}))"
             )
         self._take_sums_over()
 
     def _take_sums_over(self) -> None:
-        """From now on the update verifies and sums what it can while it has it in a cache: see [Note: Sums on the way] in
-        csrc/optim/adam.h."""
+        """Let updates verify and compute checksums, where possible, while the bytes are in a CPU cache: see [Note: Sums
+        on the way] in csrc/optim/adam.h."""
         fused = all(group["fused"] for group in self.param_groups)
         homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         for sub in self._paging.paged.sub_groups:
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
-            # A copy beside a master in full is made after the update, which doesn't read it.
+            # Next to a full master, the compute parameter is written after the update, which doesn't read it.
             reads_all = sub.layout.split or Field.COMPUTE not in sub.layout.fields
             has_adams_moments = sub.layout.moments == FIELDS[: len(MOMENTS)]
             on_drive = not sub.rests_in_host and sub.gradient_extent is None
@@ -132,7 +132,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             at = sums.wrong_page * PAGE_BYTES
             io.verify(sub.chunk, Span(start + at, at, PAGE_BYTES))
             raise InfinityError(
-                f"a page of {sub.chunk.name} failed its checksum, and then didn't: the memory of this machine can't be trusted"
+                f"checksum mismatch on a page of {sub.chunk.name} that did not reproduce: suspect faulty RAM"
             )
         sub.chunk.unverified, sub.chunk.sums = False, sums.new
         return True
@@ -146,7 +146,7 @@ class PagedAdamW(PagedAdam):
 
 
 def _alike(batch: list[SteppedPiece]) -> dict[tuple[float, float, torch.dtype], list[GradPiece]]:
-    """What one call of the kernel takes: the gradients by step, scale and dtype."""
+    """Return the gradients of each kernel call: those with the same step, scale and dtype."""
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
         stepped = piece.stepping
@@ -166,7 +166,7 @@ def _step_in_one_pass(
     lease: Lease | None,
     sums: PageSums | None = None,
 ) -> None:
-    """With the kernel, which converts, scales, steps and rounds as it goes; with `sums`, it verifies and sums pages, too."""
+    """Step with the kernel, which converts, scales, steps and rounds in one pass; `sums`: also verify and sum pages."""
     exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
     scales = sub.view(Field.SCALES, lease) if sub.layout.coded else None
     for (step, grad_scale, _), pieces in _alike(batch).items():
@@ -186,12 +186,12 @@ def _step_in_one_pass(
         sub.set_master(sub.view(Field.MASTER, lease), lease)
     elif not sub.layout.split and (narrow := _narrow_compute(sub, lease)) is not None:
         master = sub.view(Field.MASTER, lease)
-        for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
+        for start, end in _between(batch, sub.layout.numel):  # compute parameters were not read: see SubGroup.state
             narrow[start:end].copy_(master[start:end])
 
 
 def _between(batch: list[SteppedPiece], numel: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
+    """Yield the ranges of a sub-group that are not stepped: padding, and parameters without a gradient."""
     at = 0
     for piece in sorted(batch, key=lambda stepped: stepped.offset):
         if piece.offset > at:
@@ -202,13 +202,13 @@ def _between(batch: list[SteppedPiece], numel: int) -> Iterator[tuple[int, int]]
 
 
 def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
-    """Its compute parameter, if that has 16 bits."""
+    """Return the compute parameter if it has 16 bits."""
     narrow = Field.COMPUTE in sub.layout.fields and sub.compute_dtype is not torch.float32
     return sub.view(Field.COMPUTE, lease) if narrow else None
 
 
 def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[SteppedPiece], lease: Lease | None) -> None:
-    """With torch's own operations, one after the other."""
+    """Step with torch's own operations, one after another."""
     master = sub.master(lease)
     moments = [_moments(sub, piece.place, lease) for piece in batch]
     adam_(
@@ -217,7 +217,7 @@ def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Stepp
         grads=[piece.scaled() for piece in batch],
         exp_avgs=[exp_avg for exp_avg, _ in moments],
         exp_avg_sqs=[exp_avg_sq for _, exp_avg_sq in moments],
-        steps=[piece.stepping.steps.clone() for piece in batch],  # a shard in two pieces makes one step
+        steps=[piece.stepping.steps.clone() for piece in batch],  # cloned: a shard in two pieces counts one step
     )
     for piece, stepped in zip(batch, moments, strict=True):
         _set_moments(sub, piece, stepped, lease)
@@ -225,7 +225,7 @@ def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Stepp
 
 
 def _moments(sub: PagedSubGroup, place: slice, lease: Lease | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments (fp32) of these elements, views where they rest in fp32."""
+    """Return both moments (fp32) of these elements; views if they are stored in fp32."""
     first, second = sub.view(Field.MOMENT_1, lease)[place], sub.view(Field.MOMENT_2, lease)[place]
     if not sub.layout.coded:
         return first.float(), second.float()
@@ -236,7 +236,7 @@ def _moments(sub: PagedSubGroup, place: slice, lease: Lease | None) -> tuple[tor
 def _set_moments(
     sub: PagedSubGroup, piece: SteppedPiece, moments: tuple[torch.Tensor, torch.Tensor], lease: Lease | None
 ) -> None:
-    """Keep what `_moments` gave for a piece, stepped, as it rests."""
+    """Store the stepped moments of a piece, the changed result of `_moments`."""
     first, second = sub.view(Field.MOMENT_1, lease)[piece.place], sub.view(Field.MOMENT_2, lease)[piece.place]
     if sub.layout.coded:
         coded = encode(moments[0], signed=True), encode(moments[1], signed=False)
@@ -252,7 +252,7 @@ def _set_moments(
 
 
 def _scales(sub: PagedSubGroup, place: slice, lease: Lease | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of the blocks of these elements, of the first moment and of the second."""
+    """Return the scales of these elements' blocks, of the first moment and of the second."""
     first, second = sub.view(Field.SCALES, lease).view(2, -1)
     blocks = slice(place.start // BLOCK_NUMEL, blocks_of(place.stop))
     return first[blocks], second[blocks]

@@ -1,7 +1,6 @@
-"""A model whose state is in the arena: its groups, shards and sub-groups, the health of its values, and its
-commits.
+"""A model whose state is in the arena: its groups, shards and sub-groups, the health of its values, and its commits.
 
-Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by one thread at a time. What moves where: parameters in
+Handles bytes and chunks, not FSDP2 or the optimizer. Used by one thread at a time. Parameters are moved in
 parameter_lap.py, gradients and updates in gradient_lap.py and pending_updates.py, single ranges in values.py.
 """
 
@@ -45,17 +44,16 @@ class PagedModel:
     """Lays shards out in the arena and keeps what is needed to find them.
 
     Args:
-        compute_dtype: what is gathered: bf16, fp16, or fp32.
-        options: when groups are updated; the defaults where None.
-        staying: the groups, by number, whose compute parameters stay staged; gather_in_place: whether that memory is also the
-            gathered parameters' where they are frozen.
-        host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
-        durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
-        foreign: files of the user, in which shards rest that have `Shard.foreign`.
-        stored: names the bytes in an error about missing space.
+        compute_dtype: of gathered parameters: bf16, fp16, or fp32.
+        options: decide when groups are updated; None: the defaults.
+        staying: numbers of the groups whose compute parameters stay staged. gather_in_place: gather frozen ones there.
+        host_memory: holds the compute parameters that stay in host memory; None: ordinary memory.
+        durable: keep committed bytes, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
+        foreign: the foreign files of shards that have `Shard.foreign`.
+        stored: the name of the bytes in an error about missing space.
 
-    Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
-    is reserved then.
+    Takes a lease for everything that stays in pinned memory, until `close`. Raises StoreError if the arena can't hold
+    the other bytes; nothing is reserved then.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class PagedModel:
         for sub in self.sub_groups:
             sub.is_speculative = is_speculative(layout, sub.layout, options)
         self.notes = place_held(self.sub_groups, stager.device.numa_node)
-        """What the machine refused."""
+        """Requests that the machine refused."""
         self.groups = make_groups(layout, group_names, self.sub_groups, options)
         self._foreign = foreign
         if foreign is not None:
@@ -124,24 +122,24 @@ class PagedModel:
 
     @property
     def foreign_names(self) -> frozenset[str]:
-        """The parameters that rest in files of the user."""
+        """The parameters that are in foreign files."""
         return frozenset(shard.name for shard in self.layout.shards if shard.foreign)
 
     @property
     def leases(self) -> list[Lease]:
-        """What it holds of the pinned pool until `close`."""
+        """The leases that it holds until `close`."""
         homes = [group.chunk.home for group in self.groups if group.chunk is not None]
         return [lease for lease in (self._cache, *homes) if lease is not None]
 
     def recover(self) -> None:
-        """Make anew what a pass that never ended has left: nothing is gathered or on its way. All chunks rest already."""
+        """Clean up after an interrupted pass: nothing is gathered or in flight. No chunk may be in use."""
         self.health.settle()
         for group in self.groups:
             group.recover()
         self.updates.recover()
 
     def close(self) -> None:
-        """Let go of all that holds memory. The values can't be used any more; idempotent."""
+        """Release everything that holds memory, and make the values unusable. Idempotent."""
         if self.health.state is Health.CLOSED:
             return
         self._slots.close()
@@ -168,13 +166,13 @@ class PagedModel:
             if group.chunk is not None:
                 group.chunk.home = None
 
-    # Setting all values, checkpoints and commits.
+    # All values: checkpoints and commits.
 
     def start_copying(self, path: Path, finish: Callable[[StoredFile], None]) -> Copying:
-        """Begin to copy all values as they are now into the new file `path`, while training goes on; then run `finish` with it
-        on the thread that copied. To be ended, by `join` or `cancel`, before the next one begins and before `close`.
+        """Start to copy all values as they are now into the new file `path`, while training continues.
 
-        No update may wait, and all must be written. Raises IoError, OSError.
+        `finish` then runs with the file on the copying thread. `join` or `cancel` must end the copy before the next one
+        and before `close`. No update may wait, and all values must be written. Raises IoError, OSError.
         """
         assert not self.updates.waiting
         sections = [sub.sources() for sub in self.sub_groups]
@@ -183,13 +181,13 @@ class PagedModel:
         return copying
 
     def page_sums(self) -> bytes:
-        """What each page of the state must hold, sub-group by sub-group; empty where the arena keeps no checksums."""
+        """Return the checksum of each page of the state, by sub-group; empty if the arena keeps no checksums."""
         if not self._arena.file.checked:
             return b""
         return b"".join(self._arena.file.checksums(sub.extent.offset, sub.layout.nbytes) for sub in self.sub_groups)
 
     def mark_committed(self) -> None:
-        """All values are as a commit says, and all of them are written. They stay where they are until the next one."""
+        """Record that a commit holds all current values, all written. They are not changed until the next commit."""
         assert not self.updates.waiting
         for sub in self.sub_groups:
             sub.committed_slot = sub.current_slot
@@ -202,8 +200,8 @@ class PagedModel:
         stepped: Sequence[bool],
         sums: bytes,
     ) -> None:
-        """The values are those of a commit that an earlier process made: by sub-group, its slot and its ties; by shard, whether
-        it was given values and moments. Reads are held to `sums`, what `page_sums` returned there, unless it is empty."""
+        """Adopt the values of an earlier process's commit, by sub-group (slots, ties) and by shard (filled, stepped).
+        Reads are verified against `sums`, the result of `page_sums` there, unless it is empty."""
         for sub, slot, committed_ties in zip(self.sub_groups, slots, ties, strict=True):
             sub.current_slot = sub.committed_slot = slot
             sub.ties = committed_ties
@@ -223,17 +221,17 @@ class PagedModel:
             self._arena.file.set_checksums(sub.extent.offset, sums[at : at + length])
             at += length
 
-    # How.
+    # Implementation.
 
     def _lose(self, sub: PagedSubGroup, why: str) -> None:
-        """A write of a sub-group failed. That of an update which is not accepted, or was discarded, loses nothing."""
+        """Handle a failed write of a sub-group. A lost update that is not accepted, or was discarded, tears nothing."""
         if not self.updates.speculation.discard(sub) and sub.chunk.writes == sub.slot_span(sub.current_slot):
             self.health.tear(why)
 
     def _make_shards(
         self, shapes: Sequence[tuple[torch.Size, torch.Size]], shard_rank: int, host_memory: HostBuffers | None
     ) -> list[PagedShard]:
-        """All shards, and the memory of those that stay resident: those of a group lie one behind the other."""
+        """Make all shards, and the memory of the resident ones; those of a group lie one after another."""
         pieces: list[list[PieceOf]] = [[] for _ in shapes]
         for sub in self.sub_groups:
             for piece in sub.layout.pieces:

@@ -1,19 +1,19 @@
 """Muon over paged matrices, and AdamW over the other parameters of a model.
 
-A matrix, or this rank's rows of it, lies whole in one sub-group (`PagingOptions.matrices`), which is stepped by
-`torch.optim.Muon` itself: the numbers are torch's, bit for bit. It is kept in 8 bytes per element: the master, and its
-momentum. Where the model computes on a GPU, so does Muon, whose arithmetic grows with the matrix: the master, its momentum and
-the gradient go there and back.
+A matrix, or this rank's rows of it, is whole in one sub-group (`PagingOptions.matrices`) and is stepped by
+`torch.optim.Muon` itself, so results equal torch's bit for bit. It takes 8 bytes per element: the master and its
+momentum. If the model computes on a GPU, so does Muon, whose arithmetic grows with the matrix: master, momentum and
+gradient are copied there and back.
 
 [Note: Matrices over several ranks]
-Where a matrix is sharded, each rank has some of its rows, and torch's Muon runs on DTensors of them: its multiplications
-exchange what they need. So the numbers are those of stock FSDP2 with torch's Muon on as many ranks, bit for bit. They differ
-from one rank's in the last bits, as sums over rows are added up rank by rank.
+If a matrix is sharded, each rank has some of its rows, and torch's Muon runs on DTensors of them; its matrix products
+exchange what they need. So results equal those of stock FSDP2 with torch's Muon on as many ranks, bit for bit. They
+differ from a single rank's in the last bits, because sums over rows are added up rank by rank.
 
-Such an update is a collective. All ranks run the same ones in one order, because what decides on it is the same on all: the
-layout (shards are padded), the order in which gradients are reduced, their norm, the slots of a commit. And nobody runs one by
-himself: nothing is left beyond the step (`PagingOptions.updates_are_collective`), so no gather and no look at a weight sets
-one off.
+Such an update is a collective. All ranks run the same updates in the same order, because everything that decides it is
+the same on all: the layout (shards are padded), the order in which gradients are reduced, their norm, and the slots of
+a commit. A rank never runs one alone: no update is deferred beyond the step (`PagingOptions.updates_are_collective`),
+so no gather and no read of a weight starts one.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from infinity.swap.sub_group import PagedSubGroup
 
 
 class PagedMuon(PagedAdam):
-    """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.AdamW` for the others, of a model that
-    `swap.page` was called on.
+    """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.AdamW` for the others, of a model
+    that `swap.page` was called on.
 
     Args:
-        params: parameter groups, each with `use_muon` and settings as for `torch.optim.Muon` or `torch.optim.AdamW`. Those with
-            it hold the parameters that were named in `PagingOptions.matrices`, and no others.
+        params: parameter groups, each with `use_muon` and settings as for `torch.optim.Muon` or `torch.optim.AdamW`.
+            Groups with Muon hold the parameters that `PagingOptions.matrices` names, and no others.
         swap: the manager that paged the model, with `matrix_moments=("momentum_buffer",)`.
-        settings: for groups that don't say, as for `PagedAdam`.
+        settings: defaults for the groups, as for `PagedAdam`.
 
-    Raises ConfigError for other parameters, and for those that `PagedAdam` refuses.
+    Raises ConfigError for other parameters, and for those that `PagedAdam` rejects.
     """
 
     moments = (*MOMENTS, *MATRIX_MOMENTS)
@@ -67,7 +67,7 @@ class PagedMuon(PagedAdam):
                     said, named = ("with", "not ") if group["use_muon"] else ("without", "")
                     raise ConfigError(
                         f"{shard.name} is in a group {said} use_muon, and was {named}named in PagingOptions.matrices: page the "
-                        "model with the names of what Muon is to update, and no others"
+                        "model with the names of the parameters that Muon updates, and no others"
                     )
         super()._adopt(swap)
 
@@ -102,8 +102,7 @@ def _step_matrix(
     grad: torch.Tensor,
     momentum: torch.Tensor,
 ) -> None:
-    """Step a matrix of which these are this rank's rows (1-D, on the CPU), on `device`. A collective of the ranks that it is
-    sharded over."""
+    """Step a matrix on `device`, given this rank's rows (1-D, on the CPU). A collective of the matrix's ranks."""
     here = [field.view(stepping.shard.shape) for field in (master, grad, momentum)]
     there = [field.to(device) for field in here]
     fields = [_as_sharded(rows, stepping.spec) for rows in there] if stepping.spec.mesh.size(-1) > 1 else there
@@ -114,5 +113,5 @@ def _step_matrix(
 
 
 def _as_sharded(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The matrix of which every rank has its rows, sharded so."""
+    """Return the sharded matrix of which every rank has its rows."""
     return DTensor.from_local(rows, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)

@@ -1,21 +1,20 @@
-"""An optimizer over paged parameters: what a step does to each sub-group.
+"""The base of all paged optimizers: how a step updates each sub-group.
 
-What all of them share is here. What is kept of each parameter is in optimizer_state.py; how elements are updated, in
-paged_adam.py, paged_muon.py and hosted_optimizer.py. A gradient goes through this file and gradient_lap.py by turns, in the
-backward:
+Optimizer state is in optimizer_state.py; the arithmetic is in paged_adam.py, paged_muon.py and hosted_optimizer.py. In
+the backward, a gradient passes through this file (here) and gradient_lap.py (lap):
 
-    1  here   `_gradient_came`, or `_take_unreduced`       FSDP2 says that gradients came
-    2  there  `came`, or `came_unreduced`                  are all of the group there?
-    3  here   `_group_came`                                by the group's timing: apply, take, or take and speculate
-    4  there  `take`                                       they wait, and their norms are noted
-    5  here   `_apply_gradients`, `_update_speculatively`  what updates each sub-group (`_updates_of`)
-    6  there  `update_in_backward`, `_update`             run them: `PendingUpdates.run_in_backward`
-    7  here   `_update`                                    the arithmetic, in the lease of a sub-group
+    1  here  `_gradient_came`, or `_take_unreduced`       FSDP2 reports gradients
+    2  lap   `came`, or `came_unreduced`                  is the group complete?
+    3  here  `_group_came`                                by the group's timing: apply, take, or take and speculate
+    4  lap   `take`                                       gradients wait, and their norms are recorded
+    5  here  `_apply_gradients`, `_update_speculatively`  build the updates of the sub-groups (`_updates_of`)
+    6  lap   `update_in_backward`, `_update`              run them: `PendingUpdates.run_in_backward`
+    7  here  `_update`                                    the arithmetic, in the lease of one sub-group
 
 [Note: What an update holds]
-An update that waits holds no parameter and no moment. Paged tensors lead to the paging, and so to the updates that wait; if an
-update led back to them, a model that is dropped without `close` would never be freed. Python's collector can't see the
-reference from a view to its base, so it takes the base for one that is held from outside.
+A deferred update holds no parameter and no moment. Paged tensors reference the paging, which references the deferred
+updates. If an update referenced paged tensors, a model dropped without `close` would never be freed: Python's collector
+does not see the reference from a view to its base, so it takes the base for one that is held from outside.
 """
 
 from __future__ import annotations
@@ -49,27 +48,27 @@ from infinity.swap.waiting_gradients import HostGradient
 
 
 class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
-    """For the parameters of a model that `swap.page` was called on. Those that can be made are below it.
+    """Base class of the optimizers for a model that `swap.page` was called on.
 
-    When a parameter is updated follows from `PagingOptions.update`. `state_dict`, `load_state_dict`, param_groups and lr
-    schedulers work as with torch: what `state` holds of each element is a paged tensor.
+    `PagingOptions.update` decides when a parameter is updated. `state_dict`, `load_state_dict`, `param_groups` and lr
+    schedulers work as in torch; the per-element entries of `state` are paged tensors.
     """
 
     moments: tuple[str, ...] = ()
-    """What is taken of each element, by its names in `state`."""
+    """The per-element entries of `state`, by name."""
     counts_steps: bool = True
-    """Whether `state` holds a "step"."""
+    """True if `state` holds a "step"."""
     rounds_moments: bool = False
-    """Whether it steps with moments that are kept in 16 bits."""
+    """True if moments may be kept in fewer than 32 bits."""
 
     def _adopt(self, swap: SwapManager) -> None:
-        """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
-        did, and where it has no place for the moments."""
+        """Attach to the paging and follow the gradients; called at the end of construction. Raises ConfigError for
+        parameters that `swap` did not page or that were frozen then, and if the arena has no place for the moments."""
         self._paging = swap.paging
         kind = type(self).__name__
         self._paged_state = PagedState(self._paging, kind, self.moments, counts_steps=self.counts_steps)
         self._without_parameters = object.__new__(type(self))
-        """This optimizer without its parameters: see [Note: What an update holds]."""
+        """A copy of this optimizer without its parameters: see [Note: What an update holds]."""
         self._without_parameters.__dict__.update(vars(self), param_groups=[], state={})
         if not self.rounds_moments and self._paging.options.moments_dtype is not torch.float32:
             raise ConfigError(
@@ -80,17 +79,17 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._settings(group)
         self._speculation = self._paging.paged.updates.speculation
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
-        """Where parameters come in `param_groups`, for the backward that goes on."""
+        """By parameter: its position in `param_groups`, and its group. Cached during a backward."""
         self._prepared: tuple[float, int] | None = None
-        """For which factor a step was prepared, and the version of the lap then."""
+        """The `grad_scale` of the last `prepare`, and the version of the lap at that time."""
         self.lap = GradientLap(self._paging)
         for group in self.param_groups:
             self._follow(group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for torch. Raises ConfigError for parameters that can't be in this optimizer, and adds none of them then."""
+        """Add a group as torch does. Raises ConfigError, and adds nothing, if this optimizer can't take a parameter."""
         super().add_param_group(param_group)
-        if hasattr(self, "lap"):  # not from the constructor of torch's
+        if hasattr(self, "lap"):  # torch's constructor calls this too
             try:
                 self._follow(self.param_groups[-1]["params"])
             except ConfigError:
@@ -98,7 +97,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 raise
 
     def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on the gradients of parameters are followed."""
+        """Register gradient hooks for parameters."""
         self.lap.shards |= {parameter: trained_shard(parameter) for parameter in parameters}
         self._places.clear()
         for parameter in parameters:
@@ -116,7 +115,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 set_gradient_handlers(
                     module,
                     partial(_tell_unreduced, weakref.ref(self), shard.group),
-                    further,  # ranks must not differ in how often their collectives run
+                    further,  # ranks must run equally many collectives
                 )
 
     @torch.no_grad()
@@ -125,10 +124,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
 
-        Returns when all are updated, or will be before anybody sees them (`PagingOptions.update`); the last writes go on in
-        the background.
-        Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
-        state is loaded.
+        On return every update is done, or deferred until its values are used (`PagingOptions.update`). The last writes
+        continue in the background. Raises IoError if a transfer failed. The stored state is then torn: no step, read or
+        gather works until state is loaded.
         """
         loss = None
         if closure is not None:
@@ -143,15 +141,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         return loss
 
     def expect(self, grad_scale: float | None) -> None:
-        """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
-        gradients by `grad_scale` unless they are clipped or overflowed. None: another one follows before the step."""
+        """Announce the step's last backward, and the factor of its gradients if none is clipped or overflows; None if
+        another backward follows before the step. Used if `PagingOptions.speculative`."""
         self._speculation.expected_scale = grad_scale
         self.lap.forget_due()
 
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
-        """All of a step that comes before its own changes: checks, updates that the last step left, which may tear the values
-        where they fail, and the taking of gradients that came."""
+        """Do the part of a step that precedes its own changes: checks, deferred updates, and taking gradients. A
+        deferred update that fails may tear the values."""
         self._paging.leave_unfinished_pass()
         with self._paging.entered():
             self._paging.paged.health.check_not_torn()
@@ -165,7 +163,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def _take_step(self, grad_scale: float) -> None:
-        """The rest of a step that was prepared, inside a change of the model's health."""
+        """Run a prepared step, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
             accepted: set[PagedSubGroup] = set()
@@ -179,19 +177,19 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 self._paged_state.count_step(stepped.shard, self.state[parameter])
             used = self.lap.used(stepping)
             if not self._paging.options.updates_wait:
-                self._paging.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
+                self._paging.finish_updates()  # a failure tears: a repeated step would repeat a part
             self._end_backward(used)
             self._paging.end_step()
 
     def skip(self) -> None:
-        """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
+        """Take a step that changes nothing, for example after an overflow. Its gradients are dropped."""
         self._paging.paged.health.check_not_part_stepped()
         self._speculation.note_skipped()
         self._end_backward()
         self._paging.end_step()
 
     def discard(self) -> None:
-        """Forget the gradients, because all values are set anew; until they are, a step that the backward began is torn."""
+        """Drop the gradients before all values are set. A step that the backward began is torn until they are."""
         health = self._paging.paged.health
         if health.state is Health.PART_STEPPED:
             health.tear("a step that was not taken to its end")
@@ -201,7 +199,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @property
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Norms (0-D) of the gradients that were taken in the backward since the last step."""
+        """Norms (0-D) of the gradients that were taken or applied in the backward since the last step."""
         return self.lap.norms
 
     def check_untouched(self) -> None:
@@ -209,21 +207,21 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self.lap.check_untouched()
 
     def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
+        """Take the gradients of incomplete groups. Returns the norms of all gradients that were taken."""
         return self.lap.take_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for torch; gradients that were taken in the backward are forgotten too.
+        """Reset gradients as torch does, and drop those that the backward took.
 
-        Raises InfinityError where some were applied there, as that step has begun.
+        Raises InfinityError if the backward applied some of them, because that step has begun.
         """
         health = self._paging.paged.health
         if self.lap.has_applied and not in_backward():
-            self._paging.leave_unfinished_pass()  # tears the values where an exception ended that backward
+            self._paging.leave_unfinished_pass()  # tears the values if an exception interrupted that backward
         with self._paging.entered():
             if self.lap.has_applied and health.state in (Health.WHOLE, Health.PART_STEPPED):
                 raise InfinityError(
-                    "the gradients were applied in the backward already, and zero_grad() can't take that back: call step() "
+                    "the gradients were applied in the backward already, and zero_grad() can't undo that: call step() "
                     'first, or set infinity.update (PagingOptions.update) to "forward"'
                 )
             hidden = self.lap.hide_taken()
@@ -233,7 +231,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """In the backward: FSDP2 has reduced the gradient of a parameter."""
+        """Process a gradient that FSDP2 has reduced in the backward."""
         with self._paging.entered():
             group = self.lap.came(parameter)
             if group is not None:
@@ -243,7 +241,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _take_unreduced(
         self, group: PagedGroup, grads: Mapping[nn.Parameter, torch.Tensor]
     ) -> Collection[nn.Parameter]:
-        """In the backward: FSDP2 would copy the gradients of a group. The parameters whose gradients it needn't copy."""
+        """Process a group's gradients before FSDP2 copies them. Returns the parameters for which no copy is needed."""
         with self._paging.entered():
             came = self.lap.came_unreduced(group, grads)
             if came:
@@ -251,8 +249,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             return came.keys()
 
     def _group_came(self, group: PagedGroup, grads: Gradients) -> None:
-        """All gradients of a group are there: they are applied; or they are taken, and where that is expected to be right, the
-        group is updated speculatively too."""
+        """Process the complete gradients of a group: apply them, or take them. Taken gradients also update the group
+        speculatively if the step will probably accept that."""
         if group.timing is UpdateTiming.BACKWARD:
             self._apply_gradients(group, grads)
             return
@@ -265,9 +263,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._update_speculatively(group, [*grads])
 
     def _apply_gradients(self, group: PagedGroup, grads: Gradients) -> None:
-        """Update a group, to stay, with the gradients that arrived."""
+        """Update a group for good with the gradients that arrived."""
         health = self._paging.paged.health
-        if health.state is Health.WHOLE:  # the first of this backward: after it nothing is set by hand
+        if health.state is Health.WHOLE:  # the first update of this backward; moments can't be set by hand after it
             for parameter, state in [*self.state.items()]:
                 self.state[parameter] = self._paged_state.adopted(cast(nn.Parameter, parameter), state)
         health.note_part_stepped()
@@ -279,7 +277,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self.lap.update_in_backward(group, updates)
 
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
-        """Update what can be of a group whose gradients were taken, for the step to accept."""
+        """Update the eligible sub-groups of a group whose gradients were taken, for the step to accept."""
         assert self._speculation.expected_scale is not None
         stepping = self._stepping(self._speculation.expected_scale, parameters)
         members = [sub for sub in group.members if self._speculation.may_update(sub)]
@@ -294,7 +292,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         stepping: Mapping[nn.Parameter, Stepping],
         taken: Callable[[PagedSubGroup], torch.Tensor | None],
     ) -> dict[PagedSubGroup, SubGroupUpdate]:
-        """What updates each sub-group of which something is stepped. `taken`: its gradients where they were taken."""
+        """Return the update of each sub-group with a stepped parameter. `taken` returns its gradients if they wait."""
         by_shard = {stepped.shard.index: stepped for stepped in stepping.values()}
         updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in sub_groups:
@@ -304,8 +302,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         return updates
 
     def _check_used(self, grad_scale: float) -> None:
-        """Raise InfinityError where the backward applied gradients in another way than this step would, ConfigError where the
-        settings of a group can't be paged."""
+        """Raise InfinityError if the backward applied gradients differently from this step, and ConfigError if the
+        settings of a parameter group can't be paged."""
         settings: dict[nn.Parameter, Any] = {}
         for group in self.param_groups:
             settings |= dict.fromkeys(group["params"], self._settings(group))
@@ -313,7 +311,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.lap.check_applied(self._inputs_of(settings), grad_scale)
 
     def _inputs_of(self, settings: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
-        """By parameter: its settings, how often it was stepped, and whether its moments are those in the arena."""
+        """Return by parameter: its settings, its step count, and the moments that are not in the arena."""
         states = {p: self.state.get(p, {}) for p in settings}
         return {
             p: (used, float(states[p].get("step", 0.0)), self._paged_state.replaced(states[p]))
@@ -325,15 +323,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._places.clear()
 
     def init_state(self) -> None:
-        """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
+        """Make the state of all parameters now (zeros, step 0), not at their first step, so that it can be loaded."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self._paged_state.make(parameter, self.state[parameter])
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """These parameters were stepped so often, and the moments of all that were are in the arena. For an optimizer without
-        state."""
+        """Make state for moments that are already in the arena, with these step counts. There is no state yet."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in steps or trained_shard(parameter).stepped:
@@ -342,22 +339,22 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.state[parameter]["step"].copy_(step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
+        """Load as torch does; moments go into the arena. After a torn step, load the model's state dict first."""
         with self._paging.entered():
             self._paging.paged.health.check_not_part_stepped()
             super().load_state_dict(state_dict)
             for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
                 del self.state[parameter]
                 self._paged_state.load(parameter, self.state[parameter], loaded)
-            self._end_backward()  # what a torn step had applied, and had not
+            self._end_backward()  # drops the gradients of a torn step, applied or not
             self._paging.policy.discard_step()
             self._paging.paged.health.mend()
 
     def _stepping(
         self, grad_scale: float, only: Collection[nn.Parameter] | None = None, grads: Gradients | None = None
     ) -> dict[nn.Parameter, Stepping]:
-        """Of the parameters that have a gradient, with state made where it is their first step. `grads`: theirs, where they
-        are neither in `.grad` nor wait."""
+        """Return a `Stepping` for each parameter that has a gradient, with state made at its first step. `grads`: the
+        gradients, if they are neither in `.grad` nor kept as waiting."""
         came, shards = self._paging.waiting_gradients.kept_shards, self.lap.shards
         left: dict[nn.Parameter, torch.Tensor] = {}
         chosen = []
@@ -366,7 +363,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             waits = shards[parameter].index in came
             if grad is not None:
                 left[parameter] = grad.reshape(-1)
-                if waits:  # an exception came between them
+                if waits:  # an exception interrupted the taking
                     raise lost_gradients()
             if grad is not None or waits:
                 chosen.append((parameter, group))
@@ -374,7 +371,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         stepping: dict[nn.Parameter, Stepping] = {}
         settings: dict[int, Any] = {}
         for parameter, group in chosen:
-            if id(group) not in settings:  # once for all of its parameters
+            if id(group) not in settings:  # once per parameter group
                 settings[id(group)] = self._settings(group)
             shard = shards[parameter]
             state = self.state[parameter] = self._paged_state.adopted(parameter, self.state[parameter])
@@ -389,32 +386,32 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         return stepping
 
     def _with_groups(self, only: Collection[nn.Parameter] | None) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """The parameters, or `only` these, in their order, with what `param_groups` say of them."""
+        """Return the parameters, or `only` these, in order, each with its parameter group."""
         if only is None:
             return [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        if not self._places:  # not once per group of the model: it takes as long as there are parameters
+        if not self._places:  # cached, because building it takes time linear in the parameters
             self._places = {p: (place, group) for place, (p, group) in enumerate(self._with_groups(None))}
-        places = [(*self._places[p], p) for p in only if p in self._places]  # others left the groups meanwhile
+        places = [(*self._places[p], p) for p in only if p in self._places]  # others left the groups
         places.sort(key=itemgetter(0))
         return [(parameter, group) for _, group, parameter in places]
 
     @abc.abstractmethod
     def _settings(self, group: dict[str, Any]) -> Any:
-        """What one step needs to know of a parameter group: fixed, hashable. Raises ConfigError for what can't be paged."""
+        """Return the fixed, hashable settings of a parameter group. Raises ConfigError if they can't be paged."""
 
     @abc.abstractmethod
     def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]], lease: Lease | None) -> None:
-        """Step elements of one sub-group, by their settings, and make its copies anew."""
+        """Step elements of one sub-group, batched by settings, and refresh its compute parameters."""
 
     def _takes_staged(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]]) -> bool:
-        """Whether `_step_pieces` takes the compute parameters from `PagedSubGroup.staged`, where that is set, and puts the new
-        ones there. If not, they are copied from there before it, and whoever set it copies the new ones."""
+        """Return True if `_step_pieces` takes compute parameters from `PagedSubGroup.staged`, if set, and puts new ones
+        there. Otherwise they are copied into the lease first, and the caller that set `staged` copies the new ones."""
         return False
 
     def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[Any, list[SteppedPiece]], lease: Lease) -> bool:
-        """As `_step_pieces`, for what nobody has verified, in one pass. False where that can't be: nothing is done then.
+        """Step unverified bytes and verify them in the same pass. Returns False, with nothing done, if that can't be.
 
-        Raises IntegrityError; nothing has changed then but what is in the lease.
+        Raises IntegrityError; only the bytes in the lease have changed then.
         """
         return False
 
@@ -422,7 +419,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _update(
         self, sub: PagedSubGroup, stepping: dict[int, Stepping], taken: torch.Tensor | None, lease: Lease | None
     ) -> None:
-        """Step the pieces of one sub-group in place and refresh its copies. `taken`: its gradients where they were taken."""
+        """Step the pieces of one sub-group in place and refresh its copies. `taken`: its gradients if they wait."""
         if taken is None and any(stepped.grad is None for stepped in stepping.values()):
             assert lease is not None
             taken = self._paging.waiting_gradients.staged(sub, lease)
@@ -434,7 +431,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             numel = (
                 min(piece.numel, stepped.shard.shape.numel() - piece.start) if stepped else 0
             )  # padding is never stepped
-            # A rank that has no rows of a matrix takes part in its update.
+            # A rank that has no rows of a matrix takes part in its collective update.
             if stepped is not None and (numel > 0 or sub.layout.whole):
                 if stepped.grad is not None:
                     grad = stepped.grad.wait()[piece.start : piece.start + numel]
@@ -460,7 +457,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
 
 def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> None:
-    """A gradient came. The parameter must not keep the optimizer: Python's collector doesn't see through hooks of tensors."""
+    """Pass on a gradient. The parameter must not hold the optimizer: Python's collector doesn't see tensor hooks."""
     alive = optimizer()
     if alive is not None:
         alive._gradient_came(parameter)
@@ -482,8 +479,8 @@ def _tell_further(optimizer: weakref.ref[PagedOptimizer], share: float) -> None:
 
 @dataclass(frozen=True)
 class Stepping:
-    """One parameter that is stepped: its shard and how it is sharded, the settings of its group, its `steps` so far and whether
-    this is its `first`, and its gradient (1-D; None where it was taken). See [Note: What an update holds]."""
+    """One parameter to step. spec: how it is sharded. settings: of its parameter group. steps: its steps so far. first:
+    True if this is its first step. grad: 1-D; None if it was taken. See [Note: What an update holds]."""
 
     shard: PagedShard
     spec: DTensorSpec
@@ -495,14 +492,13 @@ class Stepping:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """All that its update depends on beside the gradient and the state."""
+        """Everything that its update depends on, except the gradient and the state."""
         return self.settings, self.grad_scale, float(self.steps)
 
 
 @dataclass(frozen=True)
 class SteppedPiece:
-    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated, and their
-    gradient (1-D, on the CPU)."""
+    """Elements [start, start + numel) of a parameter, at `offset` in a sub-group, and their gradient (1-D, CPU)."""
 
     stepping: Stepping
     offset: int
@@ -515,7 +511,7 @@ class SteppedPiece:
         return slice(self.offset, self.offset + self.numel)
 
     def scaled(self, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """A copy of its gradient, or of elements [start, end) of that, in fp32 and as the step takes it: optimizers may change
-        it, and an update that is discarded or interrupted is made again."""
+        """Return a copy of the gradient, or of its elements [start, end), in fp32 and multiplied by the step's factor.
+        A copy, because optimizers may change it, and a discarded or interrupted update is run again."""
         grad = self.grad[start:end].to(torch.float32, copy=True)
         return grad if self.stepping.grad_scale == 1.0 else grad.mul_(self.stepping.grad_scale)

@@ -1,21 +1,21 @@
-"""The paged tensor: looks like a tensor, holds no elements; they rest in the arena and come when asked for.
+"""The paged tensor: a tensor without elements, which are in the arena and are read when needed.
 
 [Note: A tensor without elements]
-It is a real tensor (sizes, strides, dtype, a place in autograd) over a storage resized to zero bytes, because FSDP2 asks for
-the storage of what it shards. Nothing may ever look into that storage, so every operation arrives in `__torch_dispatch__`,
-which does one of four things:
+It is a real tensor (sizes, strides, dtype, a place in autograd) over a storage of zero bytes, because FSDP2 asks for
+the storage of its tensors. Nothing may access that storage, so every operation reaches `__torch_dispatch__`, which does
+one of four things:
 
-  * a view gives another paged tensor of the same shard (the geometry is computed on the meta device);
-  * a factory (`zeros_like`, ...) looks at the geometry only;
+  * a view returns another paged tensor of the same shard (the geometry is computed on the meta device);
+  * a factory (`zeros_like`, ...) uses only the geometry;
   * an operation that writes reads the range, runs, and writes the range back;
-  * anything else reads the range into ordinary memory and runs there.
+  * any other operation reads the range into ordinary memory and runs there.
 
-FSDP2 itself never takes these paths in a step: it asks `fsdp_pre_all_gather` for the compute parameter that is staged.
+In a step FSDP2 uses none of these: it calls `fsdp_pre_all_gather`, which returns the staged compute parameter.
 
 [Note: The padded twin]
-For a shard smaller than its padded size, FSDP2 makes a zeroed tensor of the padded size, copies the shard into its beginning
-and keeps that. `new_zeros` of just that size therefore returns a twin: zeros that turn into the padded shard itself when the
-shard is copied into the place where it already is. Any other use of a twin before that is an error, never silent.
+For a shard smaller than its padded size, FSDP2 makes a zeroed tensor of the padded size, copies the shard into its
+beginning and keeps the result. So `new_zeros` of exactly that size returns a twin: zeros that become the padded shard
+when the shard is copied to its own place in them. Any other use of a twin before that raises.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _FACTORIES = {
 
 
 class _Blank:
-    """Shared by a padded twin and its views: True until the shard has been copied into it."""
+    """Shared by a padded twin and its views: `blank` until the shard has been copied into it."""
 
     def __init__(self) -> None:
         self.blank = True
 
 
 class PagedTensor(ElsewhereTensor):
-    """A view of one field of one shard (fp32). Made by `infinity.SwapManager.page`; behaves as the tensor it stands for."""
+    """A view of one field of one shard (fp32). Made by `infinity.SwapManager.page`; behaves like an ordinary tensor."""
 
     _shard: PagedShard
     _field: Field
@@ -76,7 +76,7 @@ class PagedTensor(ElsewhereTensor):
         geometry: torch.Tensor | None = None,
         twin: _Blank | None = None,
     ) -> PagedTensor:
-        """The shard's field as a tensor of its own shape, or with the sizes, strides and offset of `geometry` (meta)."""
+        """Return a shard's field as a tensor of its shape, or with the geometry (meta) of another tensor."""
         if geometry is None:
             geometry = torch.empty(shard.shape, device="meta")
         base = torch.empty_strided(geometry.shape, geometry.stride(), dtype=torch.float32, device=device)
@@ -87,7 +87,7 @@ class PagedTensor(ElsewhereTensor):
         return paged
 
     def materialize(self) -> torch.Tensor:
-        """The elements, read from the arena, as an ordinary tensor of the same shape on the same device."""
+        """Read the elements from the arena into an ordinary tensor of the same shape on the same device."""
         self._check_not_blank("read")
         if self.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -97,7 +97,7 @@ class PagedTensor(ElsewhereTensor):
         return flat.as_strided(self.shape, self.stride(), self._offset - start).to(self.device)
 
     def store(self, values: torch.Tensor) -> None:
-        """Set the elements from an ordinary tensor of the same shape, in the arena and in every copy."""
+        """Set the elements from an ordinary tensor of the same shape, in the arena and in all copies."""
         self._check_not_blank("written")
         if self.numel() == 0:
             return
@@ -111,14 +111,14 @@ class PagedTensor(ElsewhereTensor):
             self._shard.write(self._field, start, flat)
 
     def forget_codes(self) -> None:
-        """Set to zero what rests as codes, before it is set piece by piece: where a piece is a part of a block, the others of
-        that are coded with it, whatever they were."""
+        """Zero moments that are stored as codes, before they are set in pieces: a piece that covers a block in part is
+        encoded with the block's other elements."""
         if self._field in MOMENTS and self._shard.has_codes:
             with self._lap.entered():
                 for start in range(0, self.numel(), RANGE_NUMEL):
                     self._shard.write(self._field, start, torch.zeros(min(RANGE_NUMEL, self.numel() - start)))
 
-    # What FSDP2 calls: see "tensor subclass all-gather extensions" in torch/distributed/fsdp/_fully_shard.
+    # Called by FSDP2: see "tensor subclass all-gather extensions" in torch/distributed/fsdp/_fully_shard.
 
     def fsdp_pre_all_gather(
         self,
@@ -128,16 +128,17 @@ class PagedTensor(ElsewhereTensor):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor | None]:
-        """The padded shard in the dtype of compute; if it is gathered in place, no elements, and its bytes as metadata."""
+        """Return the padded shard in the dtype of compute; gathered in place: no elements, and its bytes as
+        metadata."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
         piece = self._lap.gather(shard, training=module.training, dtype=dtype)
         if shard.gathers_in_place:
             return (torch.empty(0, dtype=dtype),), piece
         elements = shard.elements(piece).to(dtype)
-        return (elements.view(shard.padded_shape) if elements.numel() else elements,), None  # FSDP2 takes no (-1, 0)
+        return (elements.view(shard.padded_shape) if elements.numel() else elements,), None  # FSDP2 rejects (-1, 0)
 
-    # FSDP2 asks for the signature at every gather of every parameter, which takes three times as long where it must be made.
+    # FSDP2 asks for the signature at every gather of every parameter; building it there takes three times as long.
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(
@@ -148,7 +149,7 @@ class PagedTensor(ElsewhereTensor):
         *,
         out: nn.Parameter | None = None,
     ) -> tuple[torch.Tensor, tuple[()]] | None:
-        """The gathered parameter is in FSDP2's own buffer, and ours is free now; or it lies in ours."""
+        """Return the gathered parameter, in FSDP2's buffer or in the lease, and report the shard as copied."""
         self._lap.gathered(self._shard)
         if out is not None:
             return None
@@ -166,7 +167,7 @@ class PagedTensor(ElsewhereTensor):
         return f"PagedTensor({self._shard.name}, {self._field.value}, size={tuple(self.shape)})"
 
     def _extent(self) -> tuple[int, int]:
-        """First element of the shard that this view covers, and how many from there to its last."""
+        """Return the first element of the shard in this view, and the number of elements from there to its last."""
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
         return self._offset, reach + 1
 
@@ -197,7 +198,7 @@ class PagedTensor(ElsewhereTensor):
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another view of the same shard, its geometry computed without elements."""
+    """Return another view of the same shard; its geometry is computed without elements."""
     base: PagedTensor = args[0]
     start, count = base._extent() if base.numel() else (base._offset, 0)
     flat = torch.empty(start + count, device="meta")
@@ -228,7 +229,7 @@ def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> Any:
-    """Run an in-place operation on ordinary tensors, then store what it changed."""
+    """Run an in-place operation on ordinary tensors, then store the results."""
     targets = [t for value in written for t in (value if isinstance(value, (list, tuple)) else [value])]
     paged = [t for t in targets if isinstance(t, PagedTensor)]
     if func.overloadpacket is torch.ops.aten.copy_ and len(paged) == 1:

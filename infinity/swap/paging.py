@@ -1,13 +1,12 @@
-"""A paged model and all that moves it: what `SwapManager.page` returns, and what FSDP2 and the optimizer enter
-through.
+"""A paged model with everything that moves its bytes: the object that `SwapManager.page` returns.
 
-One thread at a time: see [Note: Other threads].
+FSDP2, paged tensors and the optimizer enter through it, one thread at a time.
 
 [Note: Other threads]
-A look at a weight or a state_dict moves bytes through the same pool and the same groups as the training thread, and makes FSDP2
-release what is gathered, which that thread may be computing with. So another thread is let in between steps, where nothing is
-gathered for a backward that may follow, one at a time, and what begins meanwhile waits. (Autograd has threads of its own, for
-devices; what they do is the training thread's.)
+Reading a weight or a state_dict uses the same pool and groups as the training thread. It also makes FSDP2 release the
+gathered groups, which the training thread may be computing with. So another thread may enter only between steps, while
+no group is gathered for a backward that may follow. Threads enter one at a time; the others wait. Autograd's own device
+threads count as the training thread.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ from infinity.swap.waiting_gradients import WaitingGradients
 class Paging:
     """Moves the state of one model for as long as its swap manager is open.
 
-    owner: the swap manager, which lives as long as a parameter does. arena_layout: how the state lies in the arena. alone:
-    whether the model is sharded over one rank. tensors: what else has leases of the pool.
+    owner: the swap manager, which lives as long as any parameter. arena_layout: the layout of the state in the arena.
+    alone: True if the model is sharded over one rank. tensors: plain tensors, which hold leases of the same pool.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Paging:
         self.waiting_gradients = WaitingGradients(
             paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
-        """Where its gradients wait for their update."""
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
         room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
@@ -108,19 +106,19 @@ class Paging:
         ahead = self._make_ahead()
         self.parameters = ParameterLap(paged, self.policy, ahead, self.entered, alone=alone)
         self._lock = threading.RLock()
-        """Held in whatever another floor sets off here: see `entered`."""
+        """Held during every call from FSDP2, paged tensors and the optimizer: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
         self._thread = threading.get_ident()
-        """The training thread: where the last pass began, or the last gather outside a backward."""
+        """The training thread: the thread of the last pass, or of the last gather outside a backward."""
         self._backward_follows = False
-        """Whether the last forward was one that a backward may follow."""
+        """True if a backward may follow the last forward."""
         self._in_use = self._broken = False
-        """Whether somebody is in here now, or an exception ended what he did."""
+        """`_in_use`: true while a call is running. `_broken`: true after an exception interrupted one."""
         _pagings.add(self)
 
     def take_over(self, groups: Sequence[ShardedGroup], *, resumes: bool) -> dict[nn.Parameter, nn.Parameter]:
-        """Move the values of a sharded model into the arena, unless a run that `resumes` has them there; the paged tensors that
-        are to take the parameters' place."""
+        """Move the values of a sharded model into the arena, and return the paged tensor that replaces each parameter.
+        `resumes`: the arena already holds the values of an earlier run, and nothing is moved."""
         parameters = [parameter for group in groups for parameter in group.sharded]
         replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(self.paged.shards, parameters, strict=True):
@@ -145,7 +143,7 @@ class Paging:
     def install(
         self, model: nn.Module, groups: Sequence[ShardedGroup], replacements: Mapping[nn.Parameter, nn.Parameter]
     ) -> None:
-        """From now on the model has the paged tensors, and its passes are followed."""
+        """Replace the model's parameters by the paged tensors, and register the hooks that follow its passes."""
         install(model, dict(replacements))
         name_parameters(model)
         guard(model, self.host_gradients.reused)
@@ -168,16 +166,16 @@ class Paging:
     # Between steps.
 
     def finish_updates(self) -> None:
-        """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in pending_updates.py.
+        """Run the updates that an optimizer step deferred: see [Note: Updates that wait] in pending_updates.py.
 
-        Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
-        at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
+        This is optional, because each update runs by itself before its values are used, but faster before many of them
+        are read. Raises IoError if a transfer failed; after a failed read, the remaining updates wait.
         """
         with self.entered():
             self.paged.updates.run_all(self._sub_groups_ahead)
 
     def end_step(self) -> None:
-        """The step is over; the next one's first groups are read as soon as they are written."""
+        """End an optimizer step. The next step's first groups are read as soon as their writes have ended."""
         with self.entered():
             self.policy.end_step()
             if self.paged.stager.timeline is not None:
@@ -185,15 +183,15 @@ class Paging:
             self.parameters.look_ahead()
             self.parameters.start_ahead(update=False)  # the step returns at once
 
-    # Who may be in here.
+    # Access control.
 
     @contextlib.contextmanager
     def entered(self, *, gathers: bool = False) -> Iterator[None]:
-        """Around whatever the paged tensors and the optimizer set off here, which anybody may end with an exception. `gathers`:
-        the caller computes with what it gets, and is the training thread from now on.
+        """Guard every entry from paged tensors and the optimizer; any of them may raise.
 
-        What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
-        pass is going on: see [Note: Other threads].
+        The first entry after an exception calls `recover`. `gathers`: the caller computes with the result, so its
+        thread becomes the training thread (outside a backward). Raises InfinityError if another thread enters while the
+        training thread is in a pass: see [Note: Other threads].
         """
         with self._lock:
             if self._in_use:
@@ -215,15 +213,14 @@ class Paging:
                 self._in_use = False
 
     def alone(self) -> contextlib.AbstractContextManager[object]:
-        """Around what no other thread may look into: others wait."""
+        """Return the lock that makes all other threads wait."""
         return self._lock
 
     def recover(self) -> None:
-        """Where no pass is going on: make anew all that one leaves which an exception ended, at whatever line.
+        """Rebuild the state that a pass left when an exception interrupted it at any line. No pass may be running.
 
-        What was staged, gathered or on its way is dropped, what was being written is waited for, and a change of values that
-        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients and their
-        lap stay as they are.
+        Drops all staged, gathered and in-flight data, and waits for writes. Tears the values if a change of them never
+        ended ([Note: What an exception may end] in health.py). Gradients and their states in the lap are kept.
         """
         with self._lock:
             if self.paged.health.state is not Health.CLOSED:
@@ -237,15 +234,15 @@ class Paging:
             self._in_use = self._broken = False
 
     def close(self) -> None:
-        """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
+        """Release everything that holds memory, because the model outlives this object. The caller holds `alone`."""
         self.waiting_gradients.forget(range(len(self.paged.shards)))
         self.paged.close()
         self.host_gradients.reused.release()
         self._machinery = self._activation_part = self._activation_stager = None
 
     def leave_to_parent(self) -> None:
-        """In a forked child, which has no pinned memory: the values are refused in words, and so are parameters that are
-        gathered where they are staged. Another thread of the parent may have held the lock."""
+        """Disable this object in a forked child, which has no pinned memory: any use of values raises, and parameters
+        that are gathered in place lose their memory. Replaces the lock, which another thread of the parent may hold."""
         self._lock = threading.RLock()
         self.paged.health.close(IN_CHILD)
         for group in self.paged.groups:
@@ -253,15 +250,15 @@ class Paging:
                 forget_gathered(group.sharded_module)
 
     def recover_if_broken(self) -> None:
-        """Before the end: as `recover`, where somebody is in here or an exception ended what he did."""
+        """Call `recover` before closing, if a call is running or an exception interrupted one."""
         if self._in_use or self._broken:
             self.recover()
 
     def leave_unfinished_pass(self, *, at_root: bool = False) -> None:
-        """Where no pass is going on: make anew what is left of one that an exception ended. Where that was a backward which had
-        updated a part of the model, the values are torn.
+        """Clean up after a pass that an exception interrupted. No pass may be running.
 
-        `at_root`: the root's own forward begins, perhaps out of another method of it that FSDP2 takes for its forward.
+        Tears the values if that pass was a backward which had updated some of the groups. `at_root`: the root's own
+        forward is about to begin, perhaps inside another method that FSDP2 treats as its forward.
         """
         assert self._model is not None
         model = self._model()
@@ -271,19 +268,19 @@ class Paging:
         root_may_run = at_root and not began
         unfinished = abandon_unfinished_pass(model, root_may_run=root_may_run)
         if unfinished and self.paged.health.state is Health.PART_STEPPED:
-            self.paged.health.tear("a backward that an exception ended")
+            self.paged.health.tear("a backward that an exception interrupted")
         if unfinished or began:
             self.recover()
 
     def check_thread(self) -> None:
-        """Raise InfinityError on another thread than the training one while a pass is going on: see [Note: Other threads]."""
+        """Raise InfinityError on any other thread while the training thread is in a pass: see [Note: Other threads]."""
         if threading.get_ident() == self._thread or in_backward() or self._thread not in sys._current_frames():
             return  # or that thread has ended
         model = self._model() if self._model is not None else None
         if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
             raise InfinityError(
-                "another thread trains the model, whose parameters are paged, and it is in the middle of a step: look at "
-                "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
+                "the model is being trained on another thread: access its parameters (state_dict, a weight, a forward) "
+                "from that thread or between steps"
             )
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -302,7 +299,7 @@ class Paging:
             paged = self.paged.groups[group]
             if any(self.paged.shards[index].gradient is GradientState.APPLIED for index in paged.shards):
                 raise InfinityError(
-                    f"a forward through group {paged.name} in a backward that has updated its weights already: compute it "
+                    f"forward through group {paged.name} in a backward that has already updated its weights: run it "
                     'before the backward or after step(), or set infinity.update (PagingOptions.update) to "forward"'
                 )
         if torch.is_grad_enabled() and not in_backward():
@@ -317,16 +314,16 @@ class Paging:
         self._backward_follows = torch.is_grad_enabled()
         self.policy.end_pass()
 
-    # Whatever else moves through the same machinery.
+    # Shared machinery.
 
     def trace_into(self, timeline: Timeline | None) -> None:
-        """Note what happens there from now on."""
+        """Record events in `timeline` from now on; None stops recording."""
         self.paged.stager.timeline = timeline
         if self._activation_stager is not None:
             self._activation_stager.timeline = timeline
 
     def settle(self) -> None:
-        """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
+        """Run the deferred updates, then wait for all writes. Raises IoError, and InfinityError after a torn step."""
         with self.entered():
             self.finish_updates()
             self.paged.stager.settle_all()
@@ -339,12 +336,12 @@ class Paging:
         return moved[0] + spilled[0], moved[1] + spilled[1]
 
     def activation_buffers(self) -> tuple[Stager, PoolPart, Arena]:
-        """What moves saved activations: a stager over the pinned memory of `PagingOptions.activation_buffer_bytes`, that
-        memory, and the arena. Raises InfinityError where that is 0."""
+        """Return the parts that move saved activations: a stager, its pinned memory, and the arena. The memory has
+        `PagingOptions.activation_buffer_bytes`. Raises InfinityError if that is 0."""
         machinery = self._machinery
         if machinery is None or self._activation_part is None:
             raise InfinityError(
-                "no pinned memory was set aside for saved activations: page with PagingOptions(activation_buffer_bytes=...)"
+                "no pinned memory for saved activations: page with PagingOptions(activation_buffer_bytes=...)"
             )
         stager = Stager(machinery.engine, self._activation_part, machinery.arena, self.device)
         stager.timeline = self.paged.stager.timeline
@@ -352,7 +349,7 @@ class Paging:
         return stager, self._activation_part, machinery.arena
 
     def _make_ahead(self) -> DeviceAhead | None:
-        """What comes next on its way to the device, where that has memory of its own."""
+        """Return the planner of early copies to the device, if the device has memory of its own."""
         if not self.device.is_discrete:
             return None
         return DeviceAhead(self.policy, bytes_max=max(group.compute_bytes for group in self.paged.groups))
@@ -371,7 +368,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: Sequence[int]) -> None:
-    """Tokens are routed to the experts of these numbers, among those of a block."""
+    """Start to read the experts that a router has chosen: `numbers` among those of one block, in the order of use."""
     alive = paging()
     if alive is not None and not in_backward():
         with alive.entered():
@@ -379,7 +376,7 @@ def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: S
 
 
 def _forget(paging: weakref.ref[Paging], group: int) -> None:
-    """A frozen group was written to where it is staged: it is read again."""
+    """Drop the staged bytes of a frozen group that was written to in place, so that it is read again."""
     alive = paging()
     if alive is not None:
         with alive.alone():
@@ -387,6 +384,6 @@ def _forget(paging: weakref.ref[Paging], group: int) -> None:
 
 
 def _entered(paging: weakref.ref[Paging]) -> contextlib.AbstractContextManager[None]:
-    """Into what pages a model; one that has outlived it is nobody's."""
+    """Enter the paging of a model; do nothing if the model has outlived it."""
     alive = paging()
     return alive.entered() if alive is not None else contextlib.nullcontext()

@@ -1,23 +1,22 @@
-"""The parameter lap: from a recorded trace over the drive and the device into FSDP2's hands, and back.
+"""The parameter lap: from the recorded trace, over the drive and the device, to FSDP2's gather, and back.
 
-Reads top-down: `gather` is what FSDP2 sets off for each shard, `gathered` what it says when it has copied one. Used by one
-thread at a time; see infinity/swap/README.md for a lap by example.
+Read top-down: FSDP2 calls `gather` for each shard, and `gathered` when it has copied one. Used by one thread at a time.
+infinity/swap/README.md follows one shard through the lap.
 
 [Note: When a group has been copied]
-FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
-does it turn to another group. So when a shard of another group is asked for, the one before has been copied, and its lease goes
-back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
-(`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
-uses, one group at a time, and reports at once.
+FSDP2 asks for all shards of a group one after another, and copies them at once into the buffer it gathers from. Only
+then it turns to another group. So a request for a shard of another group means that the previous group has been copied,
+and its lease goes back. FSDP2's own report comes later, when the group is used. So at most two leases are in use,
+however many groups are prefetched (`set_modules_to_forward_prefetch` takes any list). On a single rank FSDP2 copies a
+group when it uses it, one at a time, and reports at once.
 
 [Note: Ahead on the device]
-Each time a group was gathered, the lap starts to copy the compute parameters of the next groups to a device that has memory of
-its own, one piece per group, if they are staged. Until the gather the chunk stays staged, and its copy event
-says when the device has the bytes; whatever is about to change them forgets the group, and what is on the device with it. An
-update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
-group while the device computes the one before it. Compute parameters that stay in host memory go with those of their group, in
-one piece of their own; whatever is about to change one of them takes these back.
-
+After each gather, the lap starts to copy the next groups to a device with memory of its own, if they are staged, in one
+piece per group. The chunk stays staged until the gather, and its copy event says when the device has the bytes. Code
+that is about to change the bytes drops the group, together with its copy on the device. An update that waits only for
+the gather, with all of its inputs staged, runs at that time too: the host updates one group while the device computes
+the one before. Compute parameters that stay in host memory are copied with their group, in a piece of their own, which
+is dropped before one of them changes.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ from infinity.swap.timeline import measured
 class ParameterLap:
     """Moves the compute parameters of one model.
 
-    policy: what to stage when. ahead: which groups go to the device before they are gathered, where that has memory of its
-    own.
-    entered: around all that moves something. alone: whether the model is sharded over one rank, on which FSDP2 gathers a group
-    as soon as it has it.
+    policy: decides what to stage. ahead: decides which groups go to the device before their gather, if the device has
+    memory of its own. entered: guards everything that moves bytes. alone: True if the model is sharded over one rank;
+    FSDP2 then gathers a group as soon as it gets the group.
     """
 
     def __init__(
@@ -59,16 +57,15 @@ class ParameterLap:
         self._stager = paged.stager
         self.ahead = ahead
         self._asked: PagedGroup | None = None
-        """The group whose shards FSDP2 asks for, or asked for last."""
+        """The group whose shards FSDP2 asked for last."""
         self._experts: list[PagedGroup] = []
-        """Those that a router has chosen, and that are still to be gathered."""
+        """Groups that a router has chosen and that are not gathered yet."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """FSDP2 asks for a shard: the bytes (1-D) on the device among which its compute parameter is, until its group is
-        gathered.
+        """Return the device bytes (1-D) that contain a shard's compute parameter, valid until its group is gathered.
 
-        `training`: whether a module in training mode asks. `dtype`: what the model is gathered in. Raises InfinityError when
-        the values are torn, were never given, or are asked for in another dtype; IoError when a transfer failed.
+        `training`: True if a module in training mode asks. `dtype`: of the gather. Raises InfinityError if the values
+        are torn or uninitialised, or were paged for another dtype; IoError if a transfer failed.
         """
         delivery = shard.delivery
         if (piece := delivery.give_more(shard.index)) is not None:
@@ -80,7 +77,7 @@ class ParameterLap:
             return delivery.give(shard.index)
 
     def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has copied a shard. The group's lease goes back with its last one, or earlier."""
+        """Record that FSDP2 has copied a shard. After its last shard, if not before, the group's lease goes back."""
         timeline = self._stager.timeline
         if timeline is not None:
             timeline.gathered(shard.group.name, at_once=self._alone)
@@ -96,18 +93,18 @@ class ParameterLap:
             if shard.resident is None:
                 delivery.given.clear()
                 self._release(group)
-            self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
+            self.start_ahead()  # only now, so that small copies of this group don't queue behind large ones of the next
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
-        """Start the reads for what comes next; `using`: the group whose members are being updated now."""
+        """Start the reads of what comes next. `using`: the group whose members are being updated."""
         self._policy.look_ahead(using)
         self._stager.want()
 
     def read_experts(self, groups: Sequence[PagedGroup]) -> None:
-        """These experts are gathered next, in this order: start to read those that are not staged, while there is room."""
+        """Start to read the experts that are gathered next, in this order, while there is room."""
         for group in groups:
             if group.chunk is not None:
-                self._stager.readahead.staged.renew(group.chunk)  # so that none of them leaves for another
+                self._stager.readahead.staged.renew(group.chunk)  # so that none of them is evicted for another
         self._experts = [*groups]
         self._read_next_experts()
 
@@ -118,8 +115,8 @@ class ParameterLap:
                 break
 
     def start_ahead(self, *, update: bool = True) -> None:
-        """Start what comes next on its way to the device, as far as it is staged and fits, and let go of what doesn't come next
-        any more. `update`: whether updates that wait for a group's gather may be run for it now."""
+        """Start to copy the next groups to the device, as far as they are staged and fit; drop copies no longer next.
+        `update`: run updates that wait for the gather of such a group now."""
         if self.ahead is None:
             return
         for group in self.ahead.turn_to_next(asked_for=self._asked):
@@ -128,14 +125,14 @@ class ParameterLap:
             self.ahead.started.append(group)
 
     def release_copied(self) -> None:
-        """The lease of the group that was asked for last goes back, if FSDP2 has copied all of it."""
+        """Give back the lease of the group that was asked for last, if FSDP2 has copied all of it."""
         group = self._asked
         if group is not None and group.delivery.is_given:
             self._release(group)
             group.delivery.given.clear()
 
     def recover(self) -> None:
-        """An exception ended a pass; the groups rest."""
+        """Recover from an exception that interrupted a pass; no group is in use."""
         self._asked = None
         self._experts = []
         if self.ahead is not None:
@@ -144,11 +141,11 @@ class ParameterLap:
     # The stages of a gather.
 
     def _begin(self, shard: PagedShard, training: bool, dtype: torch.dtype) -> None:
-        """FSDP2 asks for the first shard of its delivery: all of them are on the device after this."""
+        """Put all shards of a delivery on the device; FSDP2 asks for the first of them."""
         group, delivery, stager = shard.group, shard.delivery, self._stager
         self._check(shard, dtype)
         if group.chunk is None and shard.index == group.shards.start:
-            # Nothing of it is to be read, but perhaps updates are to be run, and it is to be copied.
+            # It has nothing to read, but its updates may have to run, and it has to be copied.
             self._policy.use(group, module_trains=training)
             self.look_ahead(group)
         if shard.resident is not None:
@@ -176,11 +173,11 @@ class ParameterLap:
         for shard in self._paged.shards[shards.start : shards.stop]:
             if not shard.filled:
                 raise InfinityError(
-                    f"{shard.name} was never given values: load or initialise it before the first forward"
+                    f"parameter {shard.name} is uninitialised: load or initialise it before the first forward"
                 )
 
     def _turn_to(self, group: PagedGroup, training: bool) -> None:
-        """The group's chunk is in use after this."""
+        """Bring the group's chunk into use."""
         if self._asked is not group:
             self.release_copied()
             self._asked = group
@@ -196,13 +193,13 @@ class ParameterLap:
                 self._read_next_experts()
 
     def _update_resident(self, group: PagedGroup) -> None:
-        """Compute parameters of the group that stay in host memory are up to date after this."""
+        """Run the waiting updates of the group's compute parameters that stay in host memory."""
         for sub in group.resident_sub_groups:
             self._paged.updates.catch_up(sub)
 
     def _stage(self, group: PagedGroup) -> None:
-        """Bring the group's compute parameters into its chunk's lease, and the chunk in use; or up to date where they are
-        cached. Members that wait for an update get it now."""
+        """Read the group's compute parameters into its chunk's lease, bring the chunk into use, and run the members'
+        waiting updates. Compute parameters in the host cache are only updated."""
         updates, chunk, stager = self._paged.updates, group.chunk, self._stager
         waiting = updates.of(group)
         lease = stager.acquire(chunk) if chunk is not None else None
@@ -225,14 +222,14 @@ class ParameterLap:
             stays = self._policy.keep_for_update(group)
             keep = may_come or stays or self._stager.readahead.needed(group.chunk) is not None
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
-        if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
+        if group.cached is None:  # a cached group keeps the event: see PagedGroup.forget
             group.delivery.copy_event = None
 
     # Ahead of a gather.
 
     def _start_ahead(self, group: PagedGroup, *, update: bool) -> bool:
-        """Begin to copy a group's compute parameters to the device, if that takes no waiting for the drive. Whether they are on
-        their way."""
+        """Start to copy a group's compute parameters to the device if no drive must be waited for. Returns True if they
+        are on their way."""
         updates, stager = self._paged.updates, self._stager
         fetched = bool(group.fetched_bytes) and group.delivery.in_flight is None
         resident = bool(group.resident_bytes) and group.resident_delivery.in_flight is None
@@ -259,27 +256,25 @@ class ParameterLap:
 
 
 class DeviceAhead:
-    """Which groups go to the device ahead of their gather: those on their way, and those that come next. Moves nothing.
+    """Decides which groups go to the device ahead of their gather, and records those on their way. Moves nothing.
 
-    bytes_max: what compute parameters that FSDP2 has not asked for yet may take of the device's memory.
+    bytes_max: device memory for compute parameters that FSDP2 has not asked for yet.
     """
 
     def __init__(self, policy: StagingPolicy, *, bytes_max: int) -> None:
         self._policy = policy
         self.bytes_max = bytes_max
         self.started: list[PagedGroup] = []
-        """Those that were started, soonest needed first."""
+        """The groups that were started, soonest needed first."""
         self.late = 0
-        """How often compute parameters of a group, or those of it that stay in host memory, were not on their way yet when they
-        were asked for."""
+        """Number of deliveries that had not been started when FSDP2 asked for them."""
 
     def recover(self) -> None:
-        """Nothing is on its way any more."""
         self.started = []
 
     def turn_to_next(self, *, asked_for: PagedGroup | None) -> list[PagedGroup]:
-        """The groups that come next and fit, soonest first. What was started and isn't among them is let go of, but for the
-        group `asked_for`, whose shards are being given out or were last."""
+        """Return the groups that come next and fit, soonest first. Drops started copies of other groups, except of
+        `asked_for`, whose shards are being given out or were last."""
         coming, room = [], self.bytes_max
         for group in self._policy.next_gathers():
             room -= group.compute_bytes

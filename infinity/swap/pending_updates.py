@@ -1,34 +1,32 @@
 """The updates that sub-groups wait for, and how one is run.
 
 [Note: Updates that wait]
-An optimizer step may leave the update of a sub-group for later. Until it runs, the sub-group counts as having the values that
-the update will give it, and it runs before anybody reads them. That is when its group is gathered: its state is read instead of
-its compute parameter, updated, and the new compute parameter goes from lease to lease, so that the gather needs no read of its
-own; or when a range of it is read or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What
-the update needs (gradient, hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an
-update at once.
+An optimizer step may defer the update of a sub-group. The sub-group then counts as having its new values already, so
+the update runs before any read of them: when its group is gathered, when a range of it is read or written (checkpoints,
+state_dict, reading a weight), or when the next step begins. A gather then reads and updates the state instead of the
+compute parameter. The new compute parameter goes from lease to lease, without a read of its own. The step has fixed
+every input of the update (gradient, hyper-parameters, step number), so results are those of an immediate update.
 
-The lease of a group that stays staged has the old compute parameters until then. So the update takes them from there and puts
-the new ones there, and the rest of the state alone is read.
+If a group stays staged, its lease has the old compute parameters until then. The update takes them from there and puts
+the new ones there, and only the remaining state is read.
 
 [Note: Updates in the backward]
-Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
-be updated as soon as its gradients are there, and they need no memory beyond that (but every fourth group's wait for the next
-forward: [Note: Balance of the passes] in infinity/schedule/scheme.py). Its compute parameters were read for its
-backward and are staged still, as the trace knows that they are needed again; so the update reads the rest of the state. A group
-of which a gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
+Without clipping, accumulation and loss scaling, an update depends on no other gradient. A group is then updated as soon
+as its gradients have arrived, and these need no memory afterwards. Every fourth group waits for the next forward
+instead: [Note: Balance of the passes] in infinity/schedule/scheme.py. The group's compute parameters were read for its
+backward and are still staged, because the trace expects this use. So the update reads only the other state. A group is
+left to the step if a gradient is missing, or if it was used in forward more than once and more may come.
 
 [Note: Speculative updates]
-Where gradients are clipped, scaled or accumulated, what they are multiplied by is known only when the last of them has come. As
-a rule it is what it was expected to be: the norm is below the clipping, nothing overflowed. So a group is updated in the
-backward with the expected factor, from the slot that holds its values into the other one, and its gradients go on waiting. The
-step accepts that, and the other slot is current from then on; or it discards it, and the update waits for its group's next use,
-as if it had never been made early. Nothing of a discarded update is ever seen: the values are those of the slot that nobody
-touched, and the new ties are kept here until then. So an exception, a failed write or a kill in between leaves the values of
-the step before.
+With clipping, loss scaling or accumulation, the factor of a gradient is known only after the last gradient. It is
+usually the expected one: the norm is below the clipping threshold and nothing overflowed. So the backward updates a
+group with the expected factor, from the slot that holds its values into the other slot, and the gradients keep waiting.
+The step accepts the update, which makes the other slot current. Or it discards it, and the update waits for the group's
+next use, as if it had never run early. A discarded update is never visible: the slot with the values was not written,
+and the new ties are kept here until the step. So an exception, a failed write or a kill leaves the last step's values.
 
-What can't be written to another slot is not updated early: what is in host memory changes where it is, and a gradient on
-NVMe would be read once more. In a durable run the other slot is free, as the last step was committed before the backward.
+Sub-groups whose update can't be written to another slot are not updated early: fields in host memory change in place,
+and a gradient on NVMe would be read twice. In a durable run the other slot is free, as the last step is committed.
 """
 
 from __future__ import annotations
@@ -52,53 +50,52 @@ from infinity.swap.timeline import measured
 
 
 class Speculation:
-    """What the backward of a step updates for the step to accept, and whether it should. Used by one thread at a time."""
+    """The speculative updates of one backward, and whether to make them. Used by one thread at a time."""
 
     def __init__(self, stager: Stager) -> None:
         self.expected_scale: float | None = None
-        """By what the step will probably multiply its gradients; None where this backward is not its last one."""
+        """The factor by which the step will probably multiply gradients; None if this backward is not its last one."""
         self.is_due = True
-        """Whether the next backward speculates; if not, state may be read ahead for the step. Changes in `accept` alone, after
-        which all that reads a sub-group is pointed again."""
+        """True if the next backward speculates; if False, state may be read ahead for the step. Changes only in
+        `accept`, after which the reads of all sub-groups are set again."""
         self._stager = stager
         self._policy = SpeculationPolicy()
         self._inputs: dict[int, Any] = {}
-        """By number of their shard: all that updates depend on, without the gradient and the state."""
+        """By shard number: everything that an update depends on, except the gradient and the state."""
         self._ties: dict[PagedSubGroup, torch.Tensor] = {}
-        """Of each sub-group whose other slot holds its update: what the ties will be."""
+        """By sub-group whose other slot holds its update: the new ties."""
 
     def __iter__(self) -> Iterator[PagedSubGroup]:
         return iter(self._ties)
 
     @property
     def promises(self) -> bool:
-        """Whether an update in this backward will probably be accepted."""
+        """True if the step will probably accept updates of this backward."""
         return self.expected_scale is not None and self._policy.speculates
 
     def may_update(self, sub: PagedSubGroup) -> bool:
-        """Whether the backward updates the sub-group, whose other slot may be written to."""
+        """Return True if the backward updates the sub-group and its other slot may be written."""
         return sub.is_speculative and sub.committed_slot in (None, sub.current_slot)
 
     def note_inputs(self, inputs: Mapping[int, Any]) -> None:
-        """Shards are about to be updated from these."""
+        """Record the inputs of the updates of shards."""
         self._inputs |= inputs
 
     def begin(self, sub: PagedSubGroup, ties: torch.Tensor) -> None:
-        """Its update is being written to the other slot, and has these ties."""
+        """Record an update that is being written to the other slot, and its new ties."""
         self._ties[sub] = ties
 
     def discard(self, sub: PagedSubGroup) -> bool:
-        """The update of a sub-group is void. Whether there was one."""
+        """Discard the update of a sub-group. Returns False if there was none."""
         return self._ties.pop(sub, None) is not None
 
     def discard_all(self) -> None:
-        """All of them are void."""
         self._ties.clear()
         self._inputs.clear()
 
     def accept(self, inputs: Mapping[int, Any], grad_scale: float) -> set[PagedSubGroup]:
-        """The sub-groups that were updated as the step would, from these inputs, which are updated now; all others are as
-        before. Whatever reads them is to be pointed to their other slot, as `defer` does."""
+        """Accept the updates that were made with the step's inputs, and discard all others. Returns the updated
+        sub-groups. Their reads must then be pointed to the other slot, as `defer` does."""
         were_updated = bool(self._ties)
         for sub in [*self._ties]:
             shards = [piece.shard for piece in sub.layout.pieces if piece.shard in inputs]
@@ -106,23 +103,23 @@ class Speculation:
                 self.discard(sub)
         accepted = {*self._ties}
         for sub, ties in self._ties.items():
-            self._stager.drop(sub.chunk)  # read since, from the slot that was current
+            self._stager.drop(sub.chunk)  # staged from the old slot
             sub.current_slot, sub.ties = 1 - sub.current_slot, ties
         self.discard_all()
-        as_planned = bool(accepted) or not were_updated  # not where settings were changed since the backward
+        as_planned = bool(accepted) or not were_updated  # False if settings were changed since the backward
         self._policy.note(as_expected=grad_scale == self.expected_scale and as_planned)
         self.is_due = self._policy.speculates
         return accepted
 
     def note_skipped(self) -> None:
-        """The step changes nothing."""
+        """Record a step that changes nothing."""
         self._policy.note(as_expected=False)
 
 
 class PendingUpdates:
-    """Which sub-groups wait for an update: nobody else says so, or changes it.
+    """The only record of which sub-groups wait for an update.
 
-    `waiting`: those, in the order of the step. `stepped`: what the last step updates, done or not, in its order.
+    `waiting`: those, in the order of the step. `stepped`: all that the last step updates, in its order, done or not.
     """
 
     def __init__(
@@ -137,29 +134,28 @@ class PendingUpdates:
         self._slots, self._health, self._stager = slots, health, stager
         self.speculation = Speculation(stager)
         self.waiting: dict[PagedSubGroup, SubGroupUpdate] = {}
-        """The sub-groups that wait for an update, in the order of the step. Not to be changed from outside."""
+        """The sub-groups that wait for an update, in the order of the step. Read-only outside this class."""
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
-        """The sub-group whose update is running, and the ties that it had before."""
+        """The sub-group whose update is running, and its old ties."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
 
     def of(self, group: PagedGroup) -> list[PagedSubGroup]:
-        """The group's members that wait for an update."""
+        """Return the group's members that wait for an update."""
         return [sub for sub in group.members if sub in self.waiting] if self.waiting else []
 
     def group_of(self, sub: PagedSubGroup) -> PagedGroup | None:
-        """The group that gathers from the sub-group; None for one of resident shards."""
+        """Return the group that gathers from the sub-group; None for a sub-group of resident shards."""
         return self._groups[sub.layout.space] if sub.layout.space < len(self._groups) else None
 
-    # Nothing waits -> it waits.
+    # Transition: idle -> waiting.
 
     def defer(
         self, updates: Mapping[PagedSubGroup, SubGroupUpdate], accepted: Collection[PagedSubGroup] = frozenset()
     ) -> None:
-        """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait]; those `accepted`
-        were.
+        """Make these sub-groups wait for their updates: see [Note: Updates that wait]. `accepted`: already updated.
 
-        What is staged of a group is forgotten unless it is what the group has now, and stays where that is about to change; of
-        a sub-group, only what the update can't use. No sub-group waits for another update.
+        Drops what is staged of a group, unless that is current and, where members wait, the group stays. Of a
+        sub-group, drops only what its update can't use. No sub-group may be waiting.
         """
         assert not self.waiting
         stager = self._stager
@@ -174,17 +170,17 @@ class PendingUpdates:
             else:
                 group.forget(stager)
         for sub in updates:
-            if sub.gradient_extent is not None:  # read with an earlier gradient
+            if sub.gradient_extent is not None:  # staged with an earlier gradient
                 stager.drop(sub.chunk)
         self.stepped = tuple(updates)
         self.waiting.update(updates)
         for group in self._groups:
             self.point(group)
 
-    # It waits -> it runs -> nothing waits; or back, where an exception ends it.
+    # Transitions: waiting -> running -> idle, or back to waiting after an exception.
 
     def catch_up(self, sub: PagedSubGroup) -> None:
-        """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
+        """Run the update that a sub-group waits for, if any, when its group is not about to be gathered."""
         if sub not in self.waiting:
             return
         group = self.group_of(sub)
@@ -194,19 +190,19 @@ class PendingUpdates:
             self.point(group)
 
     def run(self, sub: PagedSubGroup, *, into: Lease | None = None) -> None:
-        """Read what a sub-group waits to have updated, update it and write it; its new compute parameter also goes `into` its
-        group's lease, where the old one is if the group stays.
+        """Read the state of a waiting sub-group, update it and start writing it.
 
-        Raises IoError when the read failed. Whatever ends it before the write has begun, the sub-group still waits and
-        nothing is lost: what was read is dropped, and read again; the caller is to drop what is `into`, too. Where a part of
-        it stays in memory, which changes in place, the values are torn instead.
+        `into`: the lease of its group, which also gets the new compute parameter; it holds the old one if the group
+        stays. Raises IoError if the read failed. After any exception before the write, the sub-group still waits and
+        nothing is lost; the caller must drop the contents of `into`. Exception: if a part of it is in host memory,
+        which changes in place, the values are torn.
         """
         stager, group = self._stager, self.group_of(sub)
         if sub.rests_in_host:
             self._slots.wait_for_checkpoint_copy(sub, sub.current_slot)
         if into is not None:
             assert group is not None and group.chunk is not None
-            stager.wait_copied(group.chunk)  # what it holds changes in the update
+            stager.wait_copied(group.chunk)  # the update changes its contents
         lease = stager.acquire(sub.chunk) if sub.moves else None
         try:
             with self._health.change("an optimizer step") if sub.rests_in_host else self._restoring_ties(sub):
@@ -219,14 +215,14 @@ class PendingUpdates:
         except BaseException:
             if sub.chunk.state is ChunkState.IN_USE:
                 stager.release(sub.chunk, keep=False)
-                stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
+                stager.drop(sub.chunk)  # also ends COPYING_TO_DEVICE: the lease is half updated
             raise
 
     def run_all(self, sub_groups_ahead: int) -> None:
-        """Run every update that is left, in a pipeline: k+1 is read, k updated, k-1 written.
+        """Run every waiting update in a pipeline: read k+1, update k, write k-1.
 
-        Reads `sub_groups_ahead` sub-groups ahead; the last writes go on in the background.
-        Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
+        Reads `sub_groups_ahead` sub-groups ahead; the last writes continue in the background. Raises IoError if a
+        transfer failed; after a failed read, the updates that have not run still wait.
         """
         moving, in_memory = [sub for sub in self.waiting if sub.moves], [sub for sub in self.waiting if not sub.moves]
         groups = [group for group in self._groups if self.of(group)]
@@ -247,8 +243,8 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def _home_of(self, group: PagedGroup | None) -> Iterator[Lease | None]:
-        """Around updates of members of a group that nobody gathers: the lease in which it stays. What is staged of another
-        group is forgotten; after an exception, of any."""
+        """Hold the lease in which a group stays, during updates of its members outside a gather. Drops the staged bytes
+        of a group that doesn't stay; after an exception, of any group."""
         stager = self._stager
         if group is None or group.chunk is None or not group.stays:
             if group is not None:
@@ -266,7 +262,7 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def _restoring_ties(self, sub: PagedSubGroup) -> Iterator[None]:
-        """Around an update of what is in a lease: until its write begins, an exception leaves the sub-group as it was."""
+        """Restore the ties of a sub-group if an exception interrupts its update before the write begins."""
         self._running = (sub, sub.ties)
         try:
             yield
@@ -280,7 +276,7 @@ class PendingUpdates:
             sub.ties = ties
             self._running = None
 
-    # In the backward, where nothing waits.
+    # In the backward, while no sub-group of the group waits.
 
     def run_in_backward(
         self,
@@ -291,29 +287,29 @@ class PendingUpdates:
         first: bool,
         last: bool,
     ) -> None:
-        """Update members of a group whose gradients came: to stay ([Note: Updates in the backward]), or in their other slot,
-        for the step to accept ([Note: Speculative updates]). `first`, `last`: whether none of the group was updated before
-        these in this backward, and none follows.
+        """Update members of a group whose gradients have arrived, for good ([Note: Updates in the backward]) or in
+        their other slot, for the step to accept ([Note: Speculative updates]). `first`, `last`: True if this backward
+        has updated no member of the group before these, and updates none after them.
 
-        Where the masters need the group's compute parameters or the group stays, these are in its lease meanwhile. Afterwards
-        that holds the new ones if the group stays; else it is forgotten with the `last` ones. Raises IoError when a transfer
-        failed. After any failure the values are torn, unless the updates are speculative.
+        During the updates the group's compute parameters are in its lease if the masters need them or the group stays.
+        If the group stays, the lease keeps the new ones; else it is dropped after the `last` members. Raises IoError if
+        a transfer failed. Any failure tears the values, unless the updates are speculative.
         """
         assert group.timing.in_backward and self.waiting.keys().isdisjoint(updates)
         stager, speculative = self._stager, group.timing is UpdateTiming.SPECULATIVE
         run = self._run_speculative if speculative else self._run_applied
         with contextlib.nullcontext() if speculative else self._health.change("an update in the backward"):
             if group.cached is not None and not speculative:
-                group.forget(stager)  # its compute parameters change where they lie
+                group.forget(stager)  # its cached compute parameters change in place
             early: tuple[Chunk, ...] = ()
-            if group.chunk is not None and not first:  # it may hold what the updates before these have made
+            if group.chunk is not None and not first:  # its lease may hold the results of the earlier updates
                 early, group.chunk.early = group.chunk.early, ()
             chunk = group.chunk_to_update
             compute = stager.acquire(chunk) if chunk is not None else None
             stays = False
             try:
                 if chunk is not None:
-                    stager.wait_copied(chunk)  # what it holds changes in the updates
+                    stager.wait_copied(chunk)  # the updates change its contents
                 for sub, update in updates.items():
                     run(sub, update, compute)
                     after_each(sub)
@@ -324,7 +320,7 @@ class PendingUpdates:
                     group.end_gather(stager)
                 else:
                     group.forget(stager)
-                if not (speculative and stays and not last):  # else nothing is to be read from elsewhere yet
+                if not (speculative and stays and not last):  # else its reads haven't changed yet
                     self.point(group)
 
     def _run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
@@ -340,27 +336,27 @@ class PendingUpdates:
         with self._restoring_ties(sub):
             self._update_staged(sub, update, compute)
             ties = sub.ties
-            self._restore_ties()  # until the step accepts, its values are the old ones
-        self.speculation.begin(sub, ties)  # first, as a write that fails discards it
+            self._restore_ties()  # the old values count until the step accepts
+        self.speculation.begin(sub, ties)  # before the write, because a failed write discards it
         self._slots.write_other_slot(sub)
 
     def _update_staged(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
-        """Update a sub-group in its lease, which is in use after it."""
+        """Update a sub-group in its lease, which stays in use."""
         stager = self._stager
         lease = stager.acquire(sub.chunk)
         try:
             self._update_in_lease(sub, update, lease, compute, holds_old=True)
         except BaseException:
             stager.release(sub.chunk, keep=False)
-            stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
+            stager.drop(sub.chunk)  # also ends COPYING_TO_DEVICE: the lease is half updated
             raise
 
     def _update_in_lease(
         self, sub: PagedSubGroup, update: SubGroupUpdate, lease: Lease | None, compute: Lease | None, *, holds_old: bool
     ) -> None:
-        """Update what is under `lease`; afterwards `compute`, the lease of its group, has its new compute parameters.
+        """Update the bytes in `lease`, and put the new compute parameters into `compute`, the lease of the group.
 
-        `holds_old`: whether that has the old ones, which are taken from there where they complete the masters.
+        `holds_old`: `compute` has the old ones, and the update takes them from there if they complete the masters.
         """
         timeline = self._stager.timeline
         try:
@@ -374,22 +370,22 @@ class PendingUpdates:
         finally:
             sub.staged = None
 
-    # What follows from the states.
+    # Chunk reads, derived from the states.
 
     def write_and_point(self, sub: PagedSubGroup) -> None:
-        """Start writing the sub-group's lease. Its group is to be pointed to the new bytes before it is read again."""
+        """Start writing the sub-group's lease. Its group must be pointed to the new bytes before it is read again."""
         self._slots.write_current(sub)
         self._point_sub_group(sub, self.group_of(sub))
 
     def point(self, group: PagedGroup) -> None:
-        """From now on, staging the group's chunk fetches what is gathered of those members that don't wait for an update, and
-        staging a member's chunk what its update will need."""
+        """Set what staging reads: for the group's chunk, the gathered field of members that don't wait for an update;
+        for a member's chunk, the inputs of its update."""
         for sub in group.members:
             self._point_sub_group(sub, group)
         group.point(self.waiting)
 
     def moved(self, sub: PagedSubGroup) -> None:
-        """The sub-group's values are in another slot: whatever reads it does so there."""
+        """Point all reads of a sub-group to its new current slot."""
         group = self.group_of(sub)
         if group is None:
             self._point_sub_group(sub, None)
@@ -398,20 +394,20 @@ class PendingUpdates:
         self.point(group)
 
     def point_all(self) -> None:
-        """Whatever reads a sub-group reads what it needs now, where it is now."""
+        """Set the reads of all groups and sub-groups from their current states and slots."""
         for sub in self._sub_groups:
             self._point_sub_group(sub, self.group_of(sub))
         for group in self._groups:
             group.point(self.waiting)
 
     def clear(self) -> None:
-        """Nothing waits any more: the values are not whole any more, or gone, and what is set anew is not to be updated."""
+        """Drop all waiting updates, because the values are no longer whole and must be set again, or are gone."""
         self.waiting.clear()
         for group in self._groups:
             self.point(group)
 
     def recover(self) -> None:
-        """An exception ended an update at whatever line: one that was running waits again, and none is speculative any more."""
+        """Recover from an exception at any line: an update that was running waits again, and none is speculative."""
         self._restore_ties()
         self.speculation.discard_all()
         self.point_all()
@@ -424,25 +420,25 @@ class PendingUpdates:
             with_group = group.stays or (in_backward and sub not in self.waiting)
         reads = sub.reads(compute=not with_group)
         if reads != sub.chunk.reads:
-            if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # other bytes than these
+            if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # with the old reads
                 self._stager.drop(sub.chunk)
             sub.chunk.reads = reads
 
 
 def _in_turn(moving: list[PagedSubGroup], in_memory: list[PagedSubGroup]) -> list[PagedSubGroup]:
-    """All of them, those that rest in memory spread evenly: the drive reads and writes while they are updated."""
+    """Return all sub-groups, with those in memory spread evenly, so that the drive works while those are updated."""
     placed = [((2 * k + 1) * len(in_memory), sub) for k, sub in enumerate(moving)]
     placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(in_memory)]
     return [sub for _, sub in sorted(placed, key=itemgetter(0))]
 
 
 def _is_staged_as_accepted(group: PagedGroup, accepted: Collection[PagedSubGroup]) -> bool:
-    """Whether what is staged of a group, if anything is, is what it has once these members' updates are accepted."""
+    """Return True if the staged bytes of a group, if any, are current once these members' updates are accepted."""
     early = group.chunk.early if group.chunk is not None else ()
     return {*early} == {sub.chunk for sub in group.members if sub in accepted}
 
 
 def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
-    """Copy what is gathered of a sub-group, which is under `lease`, into the lease of its group."""
+    """Copy a sub-group's gathered field from `lease` (or host memory) into the lease of its group."""
     name = sub.layout.gathered
     into.view(sub.dtype(name), sub.layout.gathered_start, sub.layout.numel).copy_(sub.view(name, lease))

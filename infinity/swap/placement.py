@@ -1,4 +1,4 @@
-"""Where a model's bytes rest, resolved once: extents in the arena, places in the host cache, tensors in host memory.
+"""The places of a model's bytes, resolved once: arena extents, offsets in the host cache, tensors in host memory.
 
 Makes the sub-groups and groups of a `PagedModel`; see [Note: Where bytes rest] in sub_group.py.
 """
@@ -31,11 +31,11 @@ def place_sub_groups(
     dtype: torch.dtype,
     on_lost: Callable[[PagedSubGroup, str], None],
 ) -> list[PagedSubGroup]:
-    """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients.
+    """Make all sub-groups with their extents, in this order: first slots, second slots, gradients.
 
-    `has_second`: which of them have a second slot. `dtype`: of compute parameters. Fields that stay in host memory have no
-    place yet: see `place_held` and `place_cached`. Raises StoreError, naming what is `stored`, when the arena can't hold them;
-    nothing is reserved then.
+    `has_second`: returns True for sub-groups with a second slot. `dtype`: of compute parameters. Fields in host memory
+    get their places in `place_held` and `place_cached`. Raises StoreError, naming `stored`, if the arena can't hold the
+    extents; nothing is reserved then.
     """
     sub_groups = layout.sub_groups
     twice = [sub for sub in sub_groups if has_second(sub)]
@@ -58,7 +58,7 @@ def place_sub_groups(
 
 
 def place_held(sub_groups: Sequence[PagedSubGroup], node: int | None) -> list[str]:
-    """Give held fields their places, one behind the other, in memory of a NUMA node. Notes what the machine refused."""
+    """Place held fields, one after another, in memory of a NUMA node. Returns the requests that the machine refused."""
     held = [(sub, name) for sub in sub_groups for name in sub.layout.fields if name in sub.layout.held]
     nbytes, notes = sum(sub.layout.field_bytes(name) for sub, name in held), list[str]()
     if nbytes:
@@ -72,8 +72,8 @@ def place_held(sub_groups: Sequence[PagedSubGroup], node: int | None) -> list[st
 
 
 def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup], cache: Lease) -> None:
-    """Give cached fields their places: group by group what is gathered, so that it lies in one piece, then the others."""
-    cache.view(torch.uint8).zero_()  # like bytes of the arena that were never written
+    """Place cached fields: first the gathered ones by group, so that each group is contiguous; then the others."""
+    cache.view(torch.uint8).zero_()  # like arena bytes that were never written
     at = 0
     for group in groups:
         first = at
@@ -92,7 +92,7 @@ def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGrou
 def make_groups(
     layout: Layout, names: Sequence[str], sub_groups: Sequence[PagedSubGroup], options: PagingOptions
 ) -> list[PagedGroup]:
-    """The groups with their members and the numbers of their shards; chunks they get from `open_chunks`."""
+    """Make the groups, with their members and shard numbers. `open_chunks` adds their chunks."""
     groups = [PagedGroup(index, name, options.timing_of(index)) for index, name in enumerate(names)]
     first = 0
     for space, group in enumerate(groups):
@@ -100,7 +100,7 @@ def make_groups(
         count = sum(shard.group == space for shard in layout.shards)
         group.shards, first = range(first, first + count), first + count
         specs = [layout.shards[index] for index in group.shards]
-        assert all(spec.group == space for spec in specs), "the shards of a group come one after the other"
+        assert all(spec.group == space for spec in specs), "the shards of a group are not contiguous"
         group.resident_delivery.count = sum(spec.resident for spec in specs)
         group.delivery.count = len(specs) - group.resident_delivery.count
         group.delivery.stays = group.resident_delivery.stays = options.keep_on_device
@@ -108,7 +108,7 @@ def make_groups(
 
 
 def place_foreign(layout: Layout, groups: Sequence[PagedGroup], files: ForeignFiles) -> None:
-    """Say what the groups read of files of the user, behind their flat spaces."""
+    """Set the reads of each group in foreign files, behind its flat space."""
     for group in groups:
         part, first = layout.foreign[group.index], layout.gathered_bytes(group.index)
         read_and_filled = [spans_of(files, pages.range, first + pages.lease_offset) for pages in part.pages]
@@ -117,7 +117,7 @@ def place_foreign(layout: Layout, groups: Sequence[PagedGroup], files: ForeignFi
 
 
 def open_chunks(layout: Layout, sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup]) -> None:
-    """Once all fields have their places: what fetches each group, and what each sub-group is written to."""
+    """Set the chunk that fetches each group, and the writes of each sub-group; all fields must be placed."""
     for sub in sub_groups:
         sub.chunk.writes = sub.slot_span(0)
     for group in groups:
@@ -137,7 +137,7 @@ def _view(slab: PinnedSlab, dtype: torch.dtype, at: int, numel: int) -> torch.Te
 
 
 def _place(sub: PagedSubGroup, name: Field, view: Callable[[torch.dtype, int, int], torch.Tensor], at: int) -> int:
-    """The field is at byte `at` of the memory that `view` gives; where the next one may be."""
+    """Place a field at byte `at` of the memory that `view` gives. Returns the next free byte."""
     location = sub.locations[name]
     sub.locations[name] = replace(location, tensor=view(location.dtype, at, location.numel))
     return at + location.nbytes

@@ -1,6 +1,6 @@
-"""How a model will rest: its layout, the pinned pool that this takes, and what stays in that. Decided before anything is moved.
+"""How a model will be stored: its layout, the size of the pinned pool, and the groups that stay in it. Moves no data.
 
-Pure but for one look at how much memory the machine has available.
+Pure, except for one read of the machine's available memory.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
 class ModelOutline:
     """A model that is to be paged.
 
-    groups: what FSDP2 gathers together. ranks: over how many it is sharded; rank: this one's number among them. dtype: in which
-    it is gathered. stored: the parameters that rest in files of the user, by name.
+    groups: in the order of FSDP2. ranks: the number of ranks that share it. rank: this rank's number among them. dtype:
+    of the gather. stored: the parameters in foreign files, by name.
     """
 
     groups: Sequence[GroupOutline]
@@ -58,11 +58,11 @@ class ModelOutline:
 
 
 FEW_SHARE = 1 / 4
-"""Parameters outside files are few where they have at most so many elements for each one in files."""
+"""Parameters outside files count as few if they have at most this share of the elements in files."""
 
 
 class ModelPlan(NamedTuple):
-    """The model's layout, the size of the pool (bytes), and the groups that stay staged in it, by number."""
+    """The model's layout, the size of the pool (bytes), and the numbers of the groups that stay staged in it."""
 
     layout: Layout
     pinned_bytes: int
@@ -70,14 +70,14 @@ class ModelPlan(NamedTuple):
 
 
 def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | None, memory_bytes: float) -> ModelPlan:
-    """What the pinned budget allows.
+    """Plan a model for a pinned budget.
 
     Args:
-        model, options: what is paged, and how.
-        pinned_bytes: the budget; None takes what the model needs to run at full speed.
-        memory_bytes: this rank's share of the memory that is available, `memory_of_rank`.
+        model, options: the model, and how it is paged.
+        pinned_bytes: the budget; None takes as much as the model needs to run at full speed.
+        memory_bytes: this rank's share of the available memory, `memory_of_rank`.
 
-    Raises BudgetError where the budget, or the memory available, is too small, ConfigError for names that no matrix has.
+    Raises BudgetError if the budget or the available memory is too small, ConfigError for a name that no matrix has.
     """
     groups, dtype = model.groups, model.dtype
     _check_matrices(model, options)
@@ -127,7 +127,7 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
         waiting_gradients = _held_gradient_bytes(layout, options)
         may_stay = sum(nbytes for nbytes, reads in zip(group_bytes, spared, strict=True) if reads)
         pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, waiting_gradients, may_stay) + reserved
-        if only_run:  # what the pool holds of it is not read again
+        if only_run:  # groups that stay in the pool are not read again
             pinned = max(pinned, int(min(whole_bytes(group_bytes) + reserved, memory_bytes // 2)))
     if only_run:
         always = [index for index, group in enumerate(groups) if not group.is_expert]
@@ -154,10 +154,10 @@ def _check_matrices(model: ModelOutline, options: PagingOptions) -> None:
 
 
 def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
-    """What the layout needs to know of each parameter, and which copies stay resident.
+    """Describe each parameter for the layout, and decide which compute parameters stay resident.
 
-    Where masters and optimizer state stay in host memory, and the others are few beside those that rest in files, they stay
-    resident, too: nothing has to be written then.
+    If masters and optimizer state stay in host memory, and the parameters outside foreign files are few, these stay
+    resident too: then nothing has to be written.
     """
     shards = []
     groups, ranks, stored = model.groups, model.ranks, model.stored
@@ -185,7 +185,7 @@ def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
 
 
 def _foreign_parts(model: ModelOutline) -> list[ForeignPart]:
-    """By group, what this rank reads of files of the user."""
+    """Return, by group, what this rank reads of foreign files."""
     parts = []
     numbers = count()
     for group in model.groups:
@@ -205,7 +205,7 @@ def _foreign_parts(model: ModelOutline) -> list[ForeignPart]:
 
 
 def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
-    """Bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do, and come first."""
+    """Return the bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do."""
     if not options.all_gradients_wait or options.gradient_bytes_max is None:
         return {}
     itemsize = options.gradient_dtype.itemsize
@@ -215,7 +215,7 @@ def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
 
 
 def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
-    """Of the gradients that wait in host memory."""
+    """Return the bytes of gradients that wait in host memory."""
     *groups, resident = layout.by_space
     waiting = [members for group, members in enumerate(groups) if options.timing_of(group).gradients_wait]
     waiting += [resident] if options.all_gradients_wait else []
@@ -224,14 +224,14 @@ def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
 
 
 def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:
-    """The copies and the state of the two groups that have most of them: see [Note: What waits for its gradients]."""
+    """Return the two largest groups' compute parameters and state (bytes): [Note: What waits for its gradients]."""
     states = (sum(sub.lease_bytes for sub in members if sub.trained) for members in layout.by_space)
     return sum(sorted(copies + state for copies, state in zip(group_bytes, states, strict=False))[-2:])
 
 
 def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: int) -> int:
-    """How often a step reads a group's compute parameters less if they stay staged: see [Note: Staying staged]. `gathers`: by
-    each micro-batch."""
+    """Return the reads of a step that a group saves if it stays: see [Note: Staying staged]. `gathers`: per
+    micro-batch."""
     trained = [sub for sub in layout.by_space[group] if sub.trained]
     if not trained:
         return gathers
@@ -240,20 +240,20 @@ def _spared_reads(layout: Layout, options: PagingOptions, group: int, gathers: i
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:
-    """What the group's lease takes: all of what is gathered, unless all of it is cached."""
+    """Return the size of the group's lease: all gathered bytes, or 0 if all of them are cached."""
     foreign = layout.foreign[group].nbytes
     away = foreign or any(sub.gathered not in sub.cached for sub in layout.by_space[group])
     return layout.gathered_bytes(group) + foreign if away else 0
 
 
 _PAGES_ROUNDED_UP = 3
-"""In a sub-group with coded moments, two of codes and one of scales may be filled in part."""
+"""In a sub-group with coded moments, two pages of codes and one of scales may be partly filled."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a flat space. `like`: one of its sub-groups, all of which have the same fields. `ends`: where whole matrices
-    end (elements from the part's start, ascending); empty where what stays may end anywhere."""
+    """One part of a flat space. `like`: one of its sub-groups, all of which have the same fields. `ends`: the ends of
+    whole matrices (elements from the part's start, ascending); empty if the cached part may end anywhere."""
 
     key: PartKey
     numel: int
@@ -261,7 +261,7 @@ class _Part:
     ends: tuple[int, ...]
 
     def stays(self, units: int) -> int:
-        """How many elements stay where there is room for so many units."""
+        """Return the number of elements that stay if there is room for so many units."""
         numel = units * SPACE_ALIGN
         if not self.key.whole:
             return numel
@@ -269,13 +269,13 @@ class _Part:
 
 
 def plan_cache(layout: Layout, scheme: Scheme, gathers: Sequence[int], cache_bytes: int) -> dict[PartKey, Cached]:
-    """What stays of each part of each flat space in at most `cache_bytes`: what `plan_layout` takes as `cached`.
+    """Choose what of each part of each flat space stays in `cache_bytes`, as `plan_layout` takes it (`cached`).
 
     Args:
         layout: of the model with nothing cached.
-        scheme: when groups are updated, and whether their masters are split where they can be.
-        gathers: by group, how often each micro-batch gathers it. Groups that come first are kept first: what is used at the
-            end of forward and the beginning of backward may stay staged in between.
+        scheme: when groups are updated, and whether their masters are split if possible.
+        gathers: by group, how often each micro-batch gathers it. The first groups are cached first, because the groups
+            used at the end of forward and the beginning of backward may stay staged in between.
     """
     parts = _parts(layout)
     candidates: list[Candidate] = []
@@ -288,7 +288,7 @@ def plan_cache(layout: Layout, scheme: Scheme, gathers: Sequence[int], cache_byt
             reads = _compute_reads(part.like, scheme, gathers[part.key.space]) if gathered else int(stepped)
             candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
             owners.append((part.key, gathered))
-    if coded := sum(sub.coded for sub in layout.sub_groups):  # and those that are cut where what stays of a part ends
+    if coded := sum(sub.coded for sub in layout.sub_groups):  # including those cut at the end of what stays of a part
         cache_bytes -= _PAGES_ROUNDED_UP * PAGE_BYTES * (coded + 2 * len(parts))
     resident_units = dict(zip(owners, choose_resident(candidates, max(0, cache_bytes)), strict=True))
     cached = {}
@@ -300,7 +300,7 @@ def plan_cache(layout: Layout, scheme: Scheme, gathers: Sequence[int], cache_byt
 
 
 def _compute_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
-    """How often a step reads what is gathered of it, if that doesn't stay."""
+    """Return how often a step reads a sub-group's gathered field if that doesn't stay."""
     if not sub.trained:
         return gathers
     scheme_of_sub = Scheme("split" if sub.split else "full", scheme.update)
@@ -323,7 +323,7 @@ def _parts(layout: Layout) -> list[_Part]:
 
 
 def _sets_of_fields(sub: SubGroup, resident: bool) -> list[tuple[bool, tuple[Field, ...]]]:
-    """The fields that stay or go together: (whether it is the one that is gathered, fields)."""
+    """Return the sets of fields that are cached together: (True for the gathered field, fields)."""
     gathered = () if resident else tuple(field for field in sub.on_nvme if field is sub.gathered)
     state = tuple(field for field in sub.on_nvme if field not in gathered)
     return [(is_gathered, fields) for is_gathered, fields in ((True, gathered), (False, state)) if fields]
@@ -333,13 +333,13 @@ PINNED_BYTES_DEFAULT = 512 * MIB
 
 
 def sub_group_numel_for(pinned_bytes: int, bytes_per_element: int) -> int:
-    """The largest sub-group (elements, a multiple of SPACE_ALIGN) of which PIPELINE_DEPTH fit in `pinned_bytes`."""
+    """Return the largest sub-group (elements, aligned to SPACE_ALIGN) that fits PIPELINE_DEPTH times in the pool."""
     numel = (pinned_bytes - ACCESS_BYTES) // PIPELINE_DEPTH // bytes_per_element
     return max(0, numel) // SPACE_ALIGN * SPACE_ALIGN
 
 
 def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, largest_group_bytes: int) -> None:
-    """Raise BudgetError, with the number that would do, unless `pinned_bytes` holds `need`."""
+    """Raise BudgetError, with a sufficient size, if `pinned_bytes` is less than `need`."""
     gathering = need.nbytes - max(need.gather_bytes, need.pipeline_bytes) + need.gather_bytes
     cached = f"the {format_bytes(need.cache_bytes)} that stay in it (host_cache_bytes, parameters on the cpu)"
     also = f" with {cached}" if need.cache_bytes else ""
@@ -348,26 +348,27 @@ def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, larg
     if need.nbytes > pinned_bytes and not largest_group_bytes:
         raise BudgetError(
             f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {cached} and "
-            f"{format_bytes(need.nbytes - need.cache_bytes)} more: {need.nbytes} bytes ({format_bytes(need.nbytes)}) would "
-            'do, or leave it "auto"'
+            f"{format_bytes(need.nbytes - need.cache_bytes)} more: raise it to at least {need.nbytes} bytes "
+            f'({format_bytes(need.nbytes)}), or leave it "auto"'
         )
     if gathering > pinned_bytes:
         raise BudgetError(
             f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for group {largest_group} of "
-            f"{format_bytes(largest_group_bytes)}: {GROUPS_HELD} of it and {format_bytes(need.access_bytes)} must fit{also}, "
-            f"so {gathering} bytes ({format_bytes(gathering)}) would do; wrapping smaller modules makes groups smaller"
+            f"{format_bytes(largest_group_bytes)}: it must hold {GROUPS_HELD} such groups and "
+            f"{format_bytes(need.access_bytes)}{also}; raise it to at least {gathering} bytes ({format_bytes(gathering)}), "
+            "or wrap smaller modules"
         )
     if need.nbytes > pinned_bytes:
         sub_group_bytes = (need.pipeline_bytes - GATHERS_IN_USE * align_up(largest_group_bytes)) // PIPELINE_DEPTH
         raise BudgetError(
             f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
-            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{also}: {need.nbytes} bytes "
-            f"({format_bytes(need.nbytes)}) would do, or a smaller sub_group_size"
+            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{also}: raise it to at least "
+            f"{need.nbytes} bytes ({format_bytes(need.nbytes)}), or set a smaller sub_group_size"
         )
 
 
 def check_available(pinned_bytes: int, memory_bytes: float, *, held_bytes: int = 0) -> None:
-    """Raise BudgetError if the pool and the state held in host memory exceed this rank's share of memory, `memory_of_rank`."""
+    """Raise BudgetError if the pool and the held state exceed this rank's share of memory (`memory_of_rank`)."""
     if pinned_bytes + held_bytes > memory_bytes:
         ranks = ranks_here()
         shared = f" to each of the {ranks} ranks on this machine" if ranks > 1 else ""
@@ -381,9 +382,9 @@ def check_available(pinned_bytes: int, memory_bytes: float, *, held_bytes: int =
 
 
 def memory_of_rank() -> float:
-    """This rank's share of the memory that is available to the ranks of this machine (bytes); infinite where unknown.
+    """Return this rank's share of the memory available to the ranks of this machine (bytes); infinite if unknown.
 
-    To be asked before any of them takes its part: later, a rank would count what others took and share the rest once more.
+    Call before any rank allocates its part: a later call would divide what is left once more.
     """
     available = available_bytes()
     return math.inf if available is None else (available - absent_bytes()) / ranks_here()

@@ -1,28 +1,27 @@
-"""What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
+"""What to stage when: the traces of a paged model, the phase of each gather, and the extent of the look-ahead.
 
-Moves nothing: is told what happens, and says which chunks should be staged. Used by the training thread only.
+Moves nothing: it is notified of each event, and says which chunks should be staged. Used by the training thread only.
 
 [Note: Phases]
-Training and evaluation have a trace each. A gather belongs to training if it happens in a backward, or in a forward of the
-whole model in training mode with gradients. Any other gather, generation included, belongs to evaluation, whatever mode one
-submodule is in. The optimizer step ends a cycle of training; the end of a forward ends one of evaluation. Where parts of the
-model are called without the whole, an evaluation begins anew when a group comes again. Experts are in no trace: their router
-says when they come. No collective depends on a trace: where
-the traces of two ranks differ, only their demand reads do.
+Training and evaluation each have a trace. A gather belongs to training if it happens in a backward, or in a forward of
+the whole model in training mode with gradients. Any other gather, including generation, belongs to evaluation, whatever
+the mode of a submodule. The optimizer step ends a training cycle; the end of a forward ends an evaluation cycle. If
+parts of the model are called without the whole, a cycle ends when a group is used again. Experts are in no trace: their
+router says which come. No collective depends on a trace: if those of two ranks differ, only demand reads differ.
 
 [Note: State before its gradients]
-Once the last groups of a backward are read, nothing is left to read before the step, and room comes free. The step changes the
-compute parameters of trained groups, so these are not worth reading. But the state that the step updates first is already
-final, and is read then, as much as the pool holds: those updates wait for nothing, and the step has so many bytes less to
-read. Groups of which all that comes from the drives is frozen stay staged for the next forward, or are read ahead for it. State
-whose gradients wait on NVMe is read with these, and so after them. Whoever writes to a sub-group in between drops what was read
-of it (`Values.access`, `PagedModel.set_state`); a skipped step leaves it staged, valid for the next one.
+After the last groups of a backward are read, nothing is left to read before the step, and room becomes free. The step
+changes the compute parameters of trained groups, so reading these is useless. But the state that the step updates first
+is already final, so as much of it is read as the pool holds. Those updates then wait for no read, and the step reads
+that much less. If all that a group reads from the drives is frozen, the group stays staged for the next forward, or is
+read ahead for it. State whose gradients wait on NVMe is read together with these, and so after them. A write to a
+sub-group in between drops what was read of it (`Values.access`, `Values.set_sub_group`). A skipped step keeps it.
 
 [Note: Following what comes]
-What comes next is one sequence (`_coming`). Each use goes one step along it, and each update that is done leaves it. So what is
-wanted is not chosen anew: a look-ahead follows for as long as the sequence stays the same one. The sequence is the same if the
-followed cycle is, and the updates that the step left, and if the place in the cycle never fell. An exception in the middle of
-following leaves no look-ahead, and the next one begins at the place where everything is by then.
+The coming uses are one sequence (`_coming`). Each use advances along it, and each finished update leaves it. So the
+wanted units are not chosen again at each call: a look-ahead is valid while the sequence is the same. That holds if the
+followed cycle and the updates that the step left are the same, and the place in the cycle never fell. An exception
+while following leaves no look-ahead, and the next one starts from the current place.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ log = logging.getLogger("infinity")
 
 
 class StagingPolicy:
-    """Which chunks of a paged model should be staged now.
+    """Decides which chunks of a paged model should be staged now.
 
     Args:
         paged: the model.
-        options: say when the optimizer updates its parameters.
-        pool_bytes: of the pinned pool, without what stays cached.
-        look_ahead_bytes: how far reads run ahead of use; the next group is always read. None: as far as the pool allows.
+        options: decide when the optimizer updates its parameters.
+        pool_bytes: size of the pinned pool, without the cached bytes.
+        look_ahead_bytes: by which reads run ahead of use; the next group is always read. None: no bound but the pool.
     """
 
     def __init__(
@@ -63,16 +62,16 @@ class StagingPolicy:
         self._readahead = paged.stager.readahead
         self._traces: dict[bool, Trace[PagedGroup | PagedSubGroup]] = {True: Trace(), False: Trace()}
         self._phase = True
-        """Whether it was training that used a group last."""
+        """True if training used the last group."""
         self._pass_trains: bool | None = None
-        """Whether the forward of the whole model that is going on is training's; None where none is going on."""
+        """True if the running forward of the whole model is training; None if none is running."""
         self._micro_batches_at_once = self.reductions_at_once = 1
-        """Of the last forward of the whole model: see `begin_pass`."""
+        """Arguments of the last forward of the whole model: see `begin_pass`."""
         self._forwards: Counter[int] = Counter()
-        """By group: how often it was called in training since the last step."""
+        """By group number: calls in training since the last step."""
         self._logged_misprediction = False
         self.units = Units(paged, options, pool_bytes, look_ahead_bytes)
-        """What may be staged."""
+        """The units that may be staged, and their bytes."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
         self._in_backward = frozenset(
             sub
@@ -80,66 +79,66 @@ class StagingPolicy:
             for sub in group.members
             if sub.is_speculative or (group.timing is UpdateTiming.BACKWARD and sub.layout.trained)
         )
-        """What the backward updates; where that is speculative, while it is due."""
+        """Sub-groups that the backward updates; speculative ones only while speculation is due."""
         self._spilled = frozenset(sub.unit for sub in paged.sub_groups if sub.gradient_extent is not None)
         self._updated_from_compute: dict[PagedGroup, None] = {}
         """Groups whose compute parameters stay staged until this backward has updated them."""
         self._following: _Following | None = None
-        """See [Note: Following what comes]."""
+        """The current look-ahead: see [Note: Following what comes]."""
 
     @property
     def mispredictions(self) -> int:
-        """Uses that were not expected, since the start."""
+        """Number of unexpected uses since the start."""
         return sum(trace.mispredictions for trace in self._traces.values())
 
-    # What it is told.
+    # Notifications.
 
     def begin_pass(self, trains: bool, micro_batches: int, reductions: int) -> None:
-        """A forward of the whole model begins. The gradients of so many micro-batches come as the sum of so many reductions."""
+        """Begin a forward of the whole model, whose `micro_batches` give each gradient as a sum of `reductions`."""
         self._pass_trains = trains
         self._micro_batches_at_once, self.reductions_at_once = micro_batches, reductions
 
     def end_pass(self) -> None:
-        """The forward of the whole model is over."""
+        """End a forward of the whole model."""
         self._end_evaluation()
         self._pass_trains = None
 
     @property
     def in_pass(self) -> bool:
-        """Whether a forward of the whole model has begun and not ended."""
+        """True while a forward of the whole model is running."""
         return self._pass_trains is not None
 
     def recover(self) -> None:
-        """An exception ended what was going on."""
+        """Recover from an exception that interrupted a pass."""
         self._pass_trains, self._phase, self._following = None, True, None
         self.discard_step()
         for trace in self._traces.values():
             trace.restart()
 
     def count_forward(self, group: int) -> None:
-        """A group was called in training."""
+        """Count a call of a group in training."""
         self._forwards[group] += 1
 
     def use(self, group: PagedGroup, *, module_trains: bool) -> None:
-        """A group is gathered now; `module_trains`: by a module in training mode."""
+        """Record that a group is gathered. `module_trains`: by a module in training mode."""
         self._phase = training = self._is_training(module_trains)
         if group.is_routed:
             return
         trace = self._traces[training]
-        # The other phase doesn't ask for what this one leaves gathered: that is no other path.
+        # The other phase doesn't ask for groups that this one leaves gathered; that is no misprediction.
         self._traces[not training].interrupt()
         if not training and self._pass_trains is None and trace.used(group):
             self._end_evaluation()
         trace.use(group)
 
     def begin_update(self, group: PagedGroup) -> None:
-        """Members of a group are updated in the backward now."""
+        """Record that members of a group are being updated in the backward."""
         self._phase = True
-        self._forwards[group.index] += 1  # gradients that come after this are too late
+        self._forwards[group.index] += 1  # so that `gradients_are_final` is False for later gradients
 
     def keep_for_update(self, group: PagedGroup) -> bool:
-        """A group was gathered. Whether this backward updates it with the compute parameters that it was gathered from; then
-        these are needed before all that follows, until `end_update`."""
+        """Return True if this backward updates a gathered group from the compute parameters that it was gathered from.
+        These then come before all other needs until `end_update`."""
         if not group.timing.in_backward or group.masters_chunk is None or not in_backward():
             return False
         if not self.gradients_are_final(group) or not has_trained(group.sharded_module):
@@ -153,43 +152,42 @@ class StagingPolicy:
         return True
 
     def end_update(self, group: PagedGroup) -> None:
-        """All members that the backward updates are updated."""
+        """Record that all members that the backward updates are updated."""
         self._updated_from_compute.pop(group, None)
 
     def use_state(self, sub: PagedSubGroup) -> None:
-        """A sub-group was updated in the backward."""
+        """Record that a sub-group was updated in the backward."""
         self._traces[True].use(sub)
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
-        """In a backward: whether the gradients of a group, once all are there, are all that come."""
+        """Return True if, in this backward, a complete set of the group's gradients is final."""
         return self._forwards[group.index] == self._micro_batches_at_once
 
     def count_forwards_anew(self, group: PagedGroup) -> None:
-        """The gradients of a group were taken; more may come of the next micro-batch."""
+        """Record that the gradients of a group were taken; the next micro-batch may bring more."""
         self._forwards[group.index] -= min(self._forwards[group.index], self._micro_batches_at_once)
 
     def discard_step(self) -> None:
-        """What forward and backward passes did since the last step is void."""
+        """Forget the forward and backward passes since the last step."""
         self._forwards.clear()
         self._updated_from_compute.clear()
 
     def end_step(self) -> None:
-        """The optimizer step is over."""
+        """End a training cycle, with the optimizer step."""
         if self._traces[True].end_cycle():
             self._log_misprediction()
         self._phase = True
         self.discard_step()
 
-    # What it says.
+    # Decisions.
 
     @property
     def is_first_evaluation(self) -> bool:
-        """Whether an evaluation is going on, and none was before, so that nobody knows what comes after it."""
+        """True during the first evaluation, in which the next use can't be predicted."""
         return not self._phase and not self._traces[False].cycle
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
-        """Have the chunks wanted that should be staged now, soonest needed first; `using`: the group whose members are being
-        updated."""
+        """Update which chunks are wanted, soonest needed first. `using`: the group whose members are being updated."""
         following, self._following = self._following, None
         if following is not None and self._is_rest_of(following):
             self._follow(following, using)
@@ -201,7 +199,7 @@ class StagingPolicy:
         self._following = following
 
     def next_gathers(self) -> Iterator[PagedGroup]:
-        """The groups that are gathered next, each once, until one that is updated in the backward before it is gathered."""
+        """Yield the groups gathered next, each once, up to one that the backward updates before its gather."""
         seen: set[PagedGroup] = set()
         updated: set[int] = set()
         for used in self._traces[self._phase].upcoming(into_next=not self._phase):
@@ -227,10 +225,10 @@ class StagingPolicy:
             return read + foretold.of_cycle(cycle, self._next_step(cycle)), written
         return read + foretold.of_gathers(2 * micro_batches if gathers is None else gathers), written
 
-    # How.
+    # Implementation.
 
     def _is_training(self, module_trains: bool) -> bool:
-        """Whose gather it is: see [Note: Phases]."""
+        """Return the phase of a gather: see [Note: Phases]."""
         if in_backward():
             return True
         return module_trains if self._pass_trains is None else self._pass_trains
@@ -242,10 +240,10 @@ class StagingPolicy:
     def _log_misprediction(self) -> None:
         if not self._logged_misprediction:
             self._logged_misprediction = True
-            log.info("the model took another path than in the pass before; reads follow the new one from now on")
+            log.info("the execution order changed since the last pass; prefetch now follows the new order")
 
     def _is_rest_of(self, following: _Following) -> bool:
-        """True if the uses to come are the rest of those that `following` began with."""
+        """Return True if the coming uses are the remainder of those that `following` began with."""
         trace, updates = self._traces[self._phase], self._paged.updates
         same = self._readahead.following is following.ahead and following.trains == self._phase
         same = same and (self._phase or bool(following.pending) == bool(updates.waiting))
@@ -254,7 +252,7 @@ class StagingPolicy:
 
     def _begin_following(self) -> tuple[_Following, frozenset[Unit]]:
         trace, paged = self._traces[self._phase], self._paged
-        # While updates wait, their state takes the room that an evaluation has.
+        # While updates wait, their state takes the room that an evaluation would have.
         stay = self.units.staying if self._phase or paged.updates.waiting else self.units.stay_in(trace.cycle)
         ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self.units.limits(stay))
         following = _Following(
@@ -263,7 +261,7 @@ class StagingPolicy:
         return following, frozenset(group.unit for group in stay)
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
-        """Follow to the current place."""
+        """Advance a look-ahead to the current place."""
         ahead, trace = following.ahead, self._traces[self._phase]
         if following.pending:
             self._leave_out_done(following, using)
@@ -279,8 +277,8 @@ class StagingPolicy:
             following.using, following.waiting = using, deque(waiting)
 
     def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
-        """Tell the look-ahead which updates were run since. Cheapest first: those of the group that was in use, in their order;
-        those of groups used meanwhile; all."""
+        """Remove finished updates from the look-ahead. Tries the cheapest search first: the members of the group that
+        was in use, in order; then members of groups used since; then all."""
         updates, pending, waiting = self._paged.updates.waiting, following.pending, following.waiting
         done: list[PagedSubGroup] = []
         while waiting and waiting[0] not in updates:
@@ -299,12 +297,12 @@ class StagingPolicy:
             following.ahead.done(sub.unit)
 
     def _coming(self, trains: bool, cycle: Sequence[PagedGroup | PagedSubGroup], place: int) -> Iterator[Use[Unit]]:
-        """The uses from a place of a cycle on, soonest first: of each group, and of what its updates need; in evaluation those
-        of the next cycle too."""
+        """Yield the uses from a place of a cycle on, soonest first: each group, and the inputs of its updates. In
+        evaluation, continues into the next cycle."""
         updates = self._paged.updates.waiting
         for at in range(place, len(cycle) if trains else 2 * len(cycle)):
             used = cycle[at % len(cycle)]
-            if isinstance(used, PagedSubGroup):  # an update in the backward, which needs the compute parameters too
+            if isinstance(used, PagedSubGroup):  # an update in the backward, which also needs the compute parameters
                 for unit in self.units.with_compute(used):
                     yield Use(at, unit)
             else:
@@ -315,8 +313,8 @@ class StagingPolicy:
             yield from (Use(UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
     def _next_step(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Iterator[Unit]:
-        """The units of the coming step, if it is like the last one, in its order, up to the first that can't be read before it:
-        see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
+        """Yield the units of the next step, predicted from the last one, in order, up to the first that can't be read
+        before it: see [Note: State before its gradients]. With updates in the forward, leaves room for its gathers."""
         in_backward = self._in_backward if self._paged.updates.speculation.is_due else ()
         stepped = {sub: None for sub in self._paged.updates.stepped if sub not in in_backward}
         groups = (unit for unit in cycle if isinstance(unit, PagedGroup))
@@ -333,14 +331,14 @@ class StagingPolicy:
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
     def _units_of(self, group: PagedGroup, updated: Mapping[PagedSubGroup, object], compute: Unit) -> list[Unit]:
-        """The units that a gather needs: its compute parameters, as `compute`, between the sub-groups updated for it."""
+        """Return the units of a gather: its compute parameters, as `compute`, between the sub-groups updated for it."""
         if not updated:
             return [compute]
         resident_sub_groups = [sub.unit for sub in group.resident_sub_groups if sub in updated]
         return [*resident_sub_groups, compute, *(sub.unit for sub in group.members if sub in updated)]
 
     def _updated_in_backward(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Set[PagedSubGroup]:
-        """The sub-groups that a cycle updates in the backward; before there is one, those that can be."""
+        """Return the sub-groups that a cycle updates in the backward; without a cycle, those that it may update."""
         if cycle:
             return {unit for unit in cycle if isinstance(unit, PagedSubGroup)}
         return self._in_backward
@@ -348,7 +346,7 @@ class StagingPolicy:
 
 @dataclass(eq=False)
 class _Following:
-    """A look-ahead, and the state up to which it follows."""
+    """A look-ahead, and the state up to which it was followed."""
 
     ahead: LookAhead[Unit]
     trains: bool
@@ -356,7 +354,7 @@ class _Following:
     place: int
     stepped: Sequence[PagedSubGroup]
     pending: dict[PagedSubGroup, None]
-    """Updates that were left. They only get fewer while `stepped` is the same; so equally many are the same ones."""
+    """Updates that the step left. They only get fewer while `stepped` is the same, so equally many are the same."""
     using: PagedGroup | None = None
     waiting: deque[PagedSubGroup] = field(default_factory=deque)
-    """Its members that waited for an update."""
+    """The members of `using` that waited for an update."""

@@ -1,10 +1,10 @@
-"""The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them. One whose parameter is
-in a file of the user is read from there and never written: [Note: Foreign files] in infinity/store/foreign.py.
+"""The paged shard: this rank's piece of one parameter, with reads and writes of its values. A shard in a foreign file
+is read from there and never written: [Note: Foreign files] in infinity/store/foreign.py.
 
 [Note: Gathered where it is staged]
-A frozen group that stays staged has its elements at one place for good, and nothing changes them. With a single CPU rank that
-is the memory of the gathered parameters, and nothing is copied: FSDP2 gathers a tensor without elements, and the parameter has
-them in `fsdp_post_all_gather`. A forward that writes into such a weight is refused (guarded.py), and the group is read again.
+A frozen group that stays staged has its elements at one address for good, and nothing changes them. With a single CPU
+rank they are the memory of the gathered parameters, without a copy: FSDP2 gathers a tensor without elements, and
+`fsdp_post_all_gather` adds them. A forward that writes to such a weight raises (guarded.py); the group is read again.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from infinity.units import align_up
 
 
 class GradientState(enum.Enum):
-    """Where the gradient of a shard is since the last step, and who holds it."""
+    """The place and the owner of a shard's gradient since the last step."""
 
     NONE = "none"
-    """None came, or torch keeps it: `.grad` is the only place."""
+    """None has arrived, or torch keeps it, only in `.grad`."""
     ARRIVED = "arrived"
-    """Reduced, and in `.grad` until all of its group have come. (With a single CPU rank they are taken where autograd left
-    them, all of a group at once.)"""
+    """Reduced, and in `.grad` until all of its group have arrived. (With a single CPU rank, all gradients of a group
+    are taken at once, where autograd left them.)"""
     TAKING = "taking"
-    """Being taken. An exception now loses it, and the step has to begin again."""
+    """Being taken. An exception now loses it, and the step has to start again."""
     TAKEN = "taken"
-    """Kept until the update, in host memory or on NVMe (waiting_gradients.py); `.grad` refuses to be used. Another may arrive,
-    and is added."""
+    """Kept until the update, in host memory or on NVMe (waiting_gradients.py); `.grad` is a stand-in. A further
+    gradient may arrive and is added."""
     APPLIED = "applied"
-    """The backward has updated its group with it, or will before it ends. No other may come."""
+    """Used by the backward to update its group, now or before the backward ends. No further gradient may arrive."""
 
 
 _GRADIENT_ALLOWED = {
@@ -70,10 +70,10 @@ _GRADIENT_ALLOWED = {
 class PagedShard:
     """This rank's piece of one parameter.
 
-    shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
-    to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `first`: the number of
-    its first element in the whole parameter. `resident` is its compute parameter where that stays in host memory (1-D, padded).
-    `filled`: whether it was ever given values. `stepped`: whether its moments were ever written; if not, they read as zero.
+    shape: as FSDP2 and the user see the piece. padded_shape: as it is gathered. delivery: brings its compute parameter
+    to the device with others of its group. place: its bytes there. gathered_dtype: of these bytes. first: the index of
+    its first element in the whole parameter. resident: its compute parameter, if in host memory (1-D, padded). filled:
+    true once it was given values. stepped: true once its moments were written; until then they read as zero.
     """
 
     name: str
@@ -95,40 +95,40 @@ class PagedShard:
 
     @cached_property
     def key(self) -> int:
-        """Of the random numbers by which its moments are rounded, where these have 16 bits."""
+        """The key of the random numbers that round its moments, if these have 16 bits."""
         return key_of(self.name)
 
     @property
     def sub_groups(self) -> list[PagedSubGroup]:
-        """Those that hold a piece of it."""
+        """The sub-groups that hold a piece of it."""
         return [sub for sub, _ in self.pieces]
 
     def move_gradient_to(self, state: GradientState) -> None:
-        """The one door of `gradient`; the end of a step leads to NONE from everywhere."""
+        """Change `gradient`; the only place that does. The end of a step leads to NONE from every state."""
         assert state is GradientState.NONE or state in _GRADIENT_ALLOWED[self.gradient], f"{self.gradient} -> {state}"
         self.gradient = state
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
-        """Its compute parameter (1-D, padded, in the dtype in which it rests) among the bytes of its delivery."""
+        """Return its compute parameter (1-D, padded, in `gathered_dtype`) from the bytes of its delivery."""
         return piece[self.place].view(self.gathered_dtype)
 
     @cached_property
     def gathers_in_place(self) -> bool:
-        """Whether the gathered parameter has its memory where it is staged: see [Note: Gathered where it is staged]."""
+        """True if the gathered parameter uses the lease's memory: see [Note: Gathered where it is staged]."""
         group, dtype = self.group, self.gathered_dtype
         in_form = dtype == self.values.compute_dtype and self.place.start % dtype.itemsize == 0
         stays_as_it_is = group.may_gather_in_place and group.is_frozen and self.resident is None
         return stays_as_it_is and in_form and self.padded_shape.numel() > 0
 
     def gathered(self, piece: torch.Tensor) -> torch.Tensor:
-        """`elements`, with a storage that ends where they do."""
+        """Return `elements`, with a storage that ends where they end."""
         elements = self.elements(piece)
         return torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)
 
     def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
+        """Return elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
 
-        Raises InfinityError after a torn step, or when the swap manager is closed.
+        Raises InfinityError after a torn step, or if the swap manager is closed.
         """
         self.values.health.check_whole()
         if name is not Field.MASTER and self.has_codes:
@@ -144,11 +144,9 @@ class PagedShard:
         return join(compute, remainder, torch.cat(ties))
 
     def write(self, name: Field, start: int, values: torch.Tensor) -> None:
-        """Set elements [start, start + values.numel()) of the master or a moment (1-D). The compute parameter follows the
-        master.
+        """Set elements [start, start + values.numel()) of the master (and compute parameter) or a moment (1-D).
 
-        Raises IoError where a transfer failed. The values are torn then: some ranges may be new, or the compute parameter
-        alone.
+        Raises IoError if a transfer failed. The values are then torn: a part of them may be new.
         """
         self.values.health.check_not_closed()
         self.values.health.check_not_part_stepped()
@@ -156,13 +154,13 @@ class PagedShard:
             self._set(name, start, values)
 
     def set_resident(self, start: int, values: torch.Tensor) -> None:
-        """Set elements of the compute parameter that stays in host memory, once the device has copied what they were."""
+        """Set elements of the resident compute parameter, after the device has copied the old ones."""
         assert self.resident is not None
         self.group.forget_resident()
         self.resident[start : start + values.numel()].copy_(values)
 
     def refresh_resident(self) -> None:
-        """Set the compute parameter that stays in host memory from the master."""
+        """Set the resident compute parameter from the master."""
         for start in range(0, self.shape.numel(), RANGE_NUMEL):
             numel = min(RANGE_NUMEL, self.shape.numel() - start)
             self.set_resident(start, self.read(Field.MASTER, start, numel))
@@ -173,7 +171,7 @@ class PagedShard:
 
     @property
     def has_codes(self) -> bool:
-        """Whether its moments are codes of 8 bits."""
+        """True if its moments are 8-bit codes."""
         return any(sub.layout.coded for sub in self.sub_groups)
 
     def _ranges(self, start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
@@ -207,8 +205,8 @@ class PagedShard:
         return decode(codes, scales, signed=name is Field.MOMENT_1)[start - first :]
 
     def _write_coded(self, name: Field, start: int, values: torch.Tensor) -> None:
-        """Blocks of which `values` are a part alone are decoded first, and coded anew. Padding is zero: whatever lies there was
-        never stepped."""
+        """Encode and write `values`. Blocks that they cover only in part are decoded first. Padding is set to zero,
+        because it is never stepped."""
         first, end = start // BLOCK_NUMEL * BLOCK_NUMEL, start + values.numel()
         last = min(align_up(end, BLOCK_NUMEL), self.padded_shape.numel())
         if (first, last) != (start, end):
@@ -227,7 +225,7 @@ class PagedShard:
     def _access_scales(
         self, name: Field, start: int, numel: int, move: Callable[[torch.Tensor, int], None], *, write: bool
     ) -> None:
-        """Call `move(scales, first block)` for the blocks of elements [start, start + numel), the first of which begins one."""
+        """Call `move(scales, first block)` for the blocks of elements [start, start + numel), from a block's start."""
         ranges = (
             (sub, at // BLOCK_NUMEL, sub.layout.first_scale(name) + low // BLOCK_NUMEL, blocks_of(count))
             for sub, at, low, count in self._ranges(start, numel)
@@ -265,15 +263,15 @@ class PagedShard:
 
 @dataclass(eq=False, kw_only=True)
 class ForeignShard(PagedShard):
-    """A frozen shard: `rows` of what files hold, in `gathered_dtype`."""
+    """A frozen shard: `rows` of the data in foreign files, in `gathered_dtype`."""
 
     rows: ForeignRows
     files: ForeignFiles = field(repr=False)
     stager: Stager = field(repr=False)
 
     def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) (1-D, fp32, on the CPU) in ordinary memory. Raises IoError, and InfinityError when
-        the swap manager is closed."""
+        """Return elements [start, start + numel) (1-D, fp32, on the CPU) in ordinary memory. Raises IoError, and
+        InfinityError if the swap manager is closed."""
         assert name is Field.MASTER, "a frozen parameter has no moments"
         self.values.health.check_not_closed()
         out = torch.empty(numel)
@@ -283,11 +281,11 @@ class ForeignShard(PagedShard):
         return out
 
     def write(self, name: Field, start: int, values: torch.Tensor) -> None:
-        """Loading what the file holds changes nothing. Raises InfinityError for anything else."""
+        """Accept values that equal those of the file. Raises InfinityError for others."""
         if not self._are_there(self.read(name, start, values.numel()), values.to(torch.float32)):
             raise InfinityError(
-                f"{self.name} is frozen and rests in {self.rows.ranges[0].path}, which stays as it is: build the model with "
-                "other weights, or without weights= in which it lies"
+                f"{self.name} is frozen and stored in {self.rows.ranges[0].path}, which is never written: build the "
+                "model with other weights, or without the weights= that contain it"
             )
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
@@ -304,7 +302,7 @@ class ForeignShard(PagedShard):
 
     @contextlib.contextmanager
     def _staged(self, rows: ForeignRows) -> Iterator[Sequence[torch.Tensor]]:
-        """The bytes of each range of `rows` in a lease of their own."""
+        """Yield the bytes of each range of `rows`, in a lease of their own."""
         part = lay_out({0: rows})
         parts = [spans_of(self.files, pages.range, pages.lease_offset) for pages in part.pages]
         reads, fills = (tuple(one for some in kind for one in some) for kind in zip(*parts, strict=True))
@@ -321,8 +319,8 @@ class ForeignShard(PagedShard):
 
 @dataclass(eq=False, kw_only=True)
 class CodedShard(ForeignShard):
-    """A frozen shard that files hold in another form (infinity/store/stored_parameter.py). `places`: the bytes of each of its
-    ranges in the delivery; `coded`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
+    """A frozen shard in an encoded form (infinity/store/stored_parameter.py). `places`: the bytes of each of its ranges
+    in the delivery. `coded`: the decoder to `gathered_dtype`, the dtype of compute."""
 
     places: Sequence[slice]
     coded: StoredParameter
@@ -336,7 +334,7 @@ class CodedShard(ForeignShard):
     gathers_in_place = False
 
     def _are_there(self, there: torch.Tensor, values: torch.Tensor) -> bool:
-        """But for the rounding: they may be of a run with another dtype of compute."""
+        """Compare up to rounding: the values may come from a run with another dtype of compute."""
         return torch.allclose(there, values, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
 
     def _read_elements(self, start: int, numel: int) -> torch.Tensor:
@@ -355,7 +353,7 @@ class CodedShard(ForeignShard):
 def spans_of(
     files: ForeignFiles, pages: FileRange, lease_offset: int
 ) -> tuple[tuple[Span, ...], tuple[tuple[int, torch.Tensor], ...]]:
-    """What reads whole pages of a file into a lease, and what of them is in host memory: a chunk's `reads` and `fills`."""
+    """Return a chunk's `reads` of whole pages of a file, and its `fills`, the parts that are in host memory."""
     file = files.file(pages.path)
     nbytes, end = file.split_end(pages)
     reads = (Span(pages.offset, lease_offset, nbytes, file),) if nbytes else ()

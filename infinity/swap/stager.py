@@ -1,12 +1,12 @@
-"""The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
+"""The stager: brings chunks into leases and back. Mechanism only; other modules decide what to stage.
 
 [Note: Why nobody waits for ever]
-A chunk with a lease is in one of six states. READING and WRITING end by themselves. COPYING_TO_DEVICE ends when the device has
-copied, and COPYING_FROM_DEVICE becomes WRITING then. STAGED may be dropped at any time. Only IN_USE lasts as long as its user
-wants, and the users are few: the groups that FSDP2 copies (two at most, however many it prefetches: see [Note: When a group has
-been copied] in parameter_lap.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
-(infinity/swap/plan.py) holds these and enough holes around them for the next. So a demand finds room, or makes it by dropping
-and waiting; it fails only where the caller breaks the sum.
+A chunk with a lease is in one of six states. READING and WRITING end by themselves. COPYING_TO_DEVICE ends when the
+device has copied, and COPYING_FROM_DEVICE then becomes WRITING. STAGED chunks may be dropped at any time. Only IN_USE
+lasts as long as its user wants, and the users are few: the groups that FSDP2 copies (two at most, [Note: When a group
+has been copied] in parameter_lap.py), or the sub-groups of one optimizer step that were read and not yet updated. The
+budget (infinity/swap/plan.py) has room for these, and for the next lease in one of the holes between them. So a demand
+finds room, or makes it by dropping and waiting. It fails only if the caller exceeds the budget.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.units import format_bytes
 log = logging.getLogger("infinity")
 
 _IN_FLIGHT_SEEN_MAX = 64
-"""Transfers in flight after which nobody looks for one that has ended: more than a drive has in flight."""
+"""A search for ended chunks stops after so many that have not ended: more than a drive has in flight."""
 
 
 class Stager:
@@ -39,31 +39,31 @@ class Stager:
         self._engine, self._pool = engine, pool
         self.io, self.device = ChunkIo(engine, arena), device
         self._leased: dict[Chunk, None] = {}
-        """All chunks that hold a lease, or were about to when an exception came."""
+        """All chunks that hold a lease, or were about to when an exception interrupted."""
         self.readahead: ReadAhead[Any] = ReadAhead(self._leased, Chunk)
-        """Says which chunks are wanted; its `staged` are those that are READING or STAGED and have no home."""
+        """Decides which chunks are wanted; its `staged` are the chunks that are READING or STAGED and have no home."""
         self._staged = self.readahead.staged
         self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
         self._to_device: OrderedDict[Chunk, None] = OrderedDict()
         self.demand_reads = 0
-        """Reads that nobody had started before they were needed."""
+        """Reads that were started only when their bytes were needed."""
         self.timeline: Timeline | None = None
-        """Where events are noted while a trace runs."""
+        """The recorder of the running trace, if any."""
 
     def close(self) -> None:
-        """Let go of pool, engine and arena: a paged model knows its stager, and outlives them. Of no use after this."""
+        """Release pool, engine and arena, because the paged model holds this stager and outlives them. Ends its use."""
         del self._engine, self._pool, self.io
 
     @contextlib.contextmanager
     def stalling(self, why: str) -> Iterator[None]:
-        """A block in which the training thread waits for a drive, but not in a transfer of this stager; it counts as stall."""
+        """Count the block as a stall: the training thread waits for a drive, but not for a transfer of this stager."""
         with self._engine.stalling(), measured(self.timeline, "stall", why):
             yield
 
     def want(self, chunks: Sequence[Chunk] | None = None) -> None:
-        """Start to read the wanted chunks that are on NVMe, soonest needed first, while they fit. `chunks`: from now on these
-        are wanted, in this order."""
+        """Start to read the wanted chunks that are on NVMe, soonest needed first, while they fit. `chunks`: replaces
+        the wanted chunks, in this order."""
         if self._from_device:
             self._write_arrived()
         if chunks is not None:
@@ -73,7 +73,7 @@ class Stager:
                 break
 
     def prefetch(self, chunk: Chunk) -> bool:
-        """Start to read a chunk if that waits for nothing and drops nothing wanted. Returns whether the read was started."""
+        """Start to read a chunk if that neither waits nor drops a wanted chunk. Returns True if it has started."""
         if not self.may_be_read(chunk):
             return False
         lease = chunk.home or self._pool.try_lease(chunk.lease_bytes)
@@ -90,16 +90,16 @@ class Stager:
         return True
 
     def acquire(self, chunk: Chunk) -> Lease:
-        """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.
+        """Return a lease with the chunk's bytes, for the caller alone until `release` or `write_back`. May block.
 
-        A chunk that is `verified_by_caller` may come `unverified`: then the caller verifies it, or `io.verify` does.
-        Raises IoError when the read failed (the lease is back in the pool then), BudgetError when the pool can't hold it.
+        A chunk that is `verified_by_caller` may be `unverified`: the caller verifies it, or `io.verify` does. Raises
+        IoError if the read failed (the lease is then back in the pool), BudgetError if the chunk exceeds the pool.
         """
         if chunk.is_unwritten:
             self.settle(chunk)
         if chunk.early:
             self.drop(chunk)
-        if chunk.writes:  # they may be changed now: the device must have copied them
+        if chunk.writes:  # the caller may change the bytes, so the device must have copied them
             self.wait_copied(chunk)
         if chunk.state is ChunkState.ON_NVME:
             self.wait_until_readable(chunk)
@@ -117,24 +117,24 @@ class Stager:
         return chunk.lease
 
     def may_be_read(self, chunk: Chunk) -> bool:
-        """Whether the arena holds the bytes that a read of the chunk must bring. Never blocks."""
+        """Return True if the arena holds the bytes that a read of the chunk must return. Never blocks."""
         if chunk.awaits_write():
             self.reap()
         return not chunk.awaits_write()
 
     def wait_until_readable(self, chunk: Chunk) -> None:
-        """Wait until the arena holds the bytes that a read of the chunk must bring. Raises IoError when their write failed."""
+        """Wait until the arena holds the bytes that a read of the chunk needs. Raises IoError if a write failed."""
         for other in chunk.after:
             self.settle(other, f"before the read of {chunk.name}")
 
     def is_ready(self, chunk: Chunk) -> bool:
-        """Whether a chunk is staged, so that `acquire` waits for nothing. A read ahead that failed is only logged."""
+        """Return True if a chunk is staged and `acquire` would not wait. A prefetch that failed is only logged."""
         if chunk.state is ChunkState.READING and chunk.transfers_ended:
             self._finish_unneeded_read(chunk)
         return chunk.state is ChunkState.STAGED and not chunk.early and (not chunk.writes or chunk.device_is_done)
 
     def occupy(self, chunk: Chunk) -> Lease:
-        """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
+        """Return a lease for a chunk whose old bytes are not needed: like `acquire`, without the read."""
         self.settle(chunk)
         self.drop(chunk)
         lease = self.make_room(chunk.lease_bytes, chunk.name)
@@ -144,10 +144,10 @@ class Stager:
         return lease
 
     def release(self, chunk: Chunk, *, keep: bool, copy_event: CopyEvent | None = None) -> None:
-        """The caller is done. The lease matches the arena, or will once the writes in flight have ended: keep it staged, or
-        give it back once the device has copied it.
+        """End the use of a chunk whose lease matches the arena, or will after the writes in flight.
 
-        `copy_event`: fires when the device has taken the bytes over; all that it took so far where None.
+        `keep`: keep it staged; otherwise the lease goes back once the device has copied it. `copy_event`: fires when
+        the device has copied the bytes; None stands for all copies so far.
         """
         chunk.sums = None
         copy_event = copy_event or self.device.copy_event()
@@ -162,10 +162,10 @@ class Stager:
             self._to_device[chunk] = None
 
     def write_back(self, chunk: Chunk, *, copy_event: CopyEvent | None = None) -> None:
-        """The caller changed the bytes: write them in the background; the lease comes back when they are on the drive.
+        """Write the changed bytes in the background; the lease goes back when they are on the drive.
 
-        `copy_event`: fires when the device has brought them. Nobody waits for it: the write starts with the first call of this
-        stager that finds it fired. Raises IoError where the engine starts nothing any more; the new bytes are lost then.
+        `copy_event`: fires when the device has delivered the bytes. Nothing waits for it: the next call of this stager
+        that finds it fired starts the write. Raises IoError, with the bytes lost, if the engine starts nothing more.
         """
         if self._from_device:
             self._write_arrived()
@@ -178,20 +178,20 @@ class Stager:
             self._from_device[chunk] = None
 
     def wait_copied(self, chunk: Chunk) -> None:
-        """The bytes of a chunk are about to change in its lease: wait until the device has copied what it takes of them."""
+        """Wait until the device has copied a chunk's bytes, before they change in its lease."""
         if chunk.copy_event is not None:
             with measured(self.timeline, "copy", chunk.name):
                 chunk.copy_event.wait()
             chunk.copy_event = None
 
     def settle(self, chunk: Chunk, why: str = "") -> None:
-        """Wait until what is to be written of a chunk is on the drive. Raises IoError when that failed. `why`: for a trace."""
+        """Wait until a chunk's write is on the drive. Raises IoError if it failed. `why`: shown in a trace."""
         if chunk.state is ChunkState.COPYING_FROM_DEVICE:
             self._write_from_device(chunk)
         if chunk.state is ChunkState.WRITING:
             try:
                 self._wait("write", chunk, why)
-            except OSError as error:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
+            except OSError as error:  # all transfers have ended; after Ctrl-C they have not, and still own the lease
                 del self._writing[chunk]
                 self._lose(chunk, error)
                 raise
@@ -199,7 +199,7 @@ class Stager:
             self._give_back(chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """Forget the staged bytes of a chunk, once nothing reads into or out of them. A read that failed is only logged."""
+        """Drop the staged bytes of a chunk, after its transfers and copies have ended. A failed read is only logged."""
         if chunk.state is ChunkState.READING:
             self._finish_unneeded_read(chunk, "which is dropped")
         if chunk.state is ChunkState.STAGED:
@@ -210,12 +210,12 @@ class Stager:
             self._end_h2d(chunk)
 
     def drop_all(self) -> None:
-        """Forget everything that is staged and nobody uses."""
+        """Drop all staged chunks that are not in use."""
         for chunk in [*self._leased]:
             self.drop(chunk)
 
     def settle_all(self) -> None:
-        """Wait until everything written is on the drive. Raises the first failure, after all have ended."""
+        """Wait for all writes. Raises the first failure, after all have ended."""
         failure: OSError | None = None
         while left := self._from_device or self._writing:
             chunk = next(iter(left))
@@ -223,12 +223,12 @@ class Stager:
                 self.settle(chunk)
             except OSError as error:
                 failure = failure or error
-            left.pop(chunk, None)  # one that an exception left here after its write
+            left.pop(chunk, None)  # may still be here if an exception interrupted `settle` after the write
         if failure is not None:
             raise failure
 
     def reap(self) -> bool:
-        """Take back what has ended by itself; whether anything had. Raises IoError where a write failed."""
+        """Release leases of ended writes and copies. Returns True if any ended. Raises IoError if a write failed."""
         if self._from_device:
             self._write_arrived()
         ended = _ended(self._writing, lambda chunk: chunk.transfers_ended)
@@ -240,9 +240,9 @@ class Stager:
         return bool(ended or copied)
 
     def make_room(self, nbytes: int, who: str) -> Lease:
-        """A lease of `nbytes`, waiting and dropping for it as [Note: What makes room] in schedule/readahead.py says.
+        """Return a lease of `nbytes`; drops and waits for it as in [Note: What makes room] in schedule/readahead.py.
 
-        Raises BudgetError, which names `who` and the budget, where all of that is not enough.
+        Raises BudgetError, which names `who` and the budget, if that is not enough.
         """
         while (lease := self._pool.try_lease(nbytes)) is None:
             if self.reap():
@@ -261,11 +261,10 @@ class Stager:
         return lease
 
     def recover(self, keep: Iterable[Lease]) -> None:
-        """Free every chunk but those of others, with a lease in `keep`, wherever in this stager an exception came. Raises no
-        IoError. One that has a home keeps that, and nothing in it.
+        """Free all chunks after an exception at any line of this stager, except those with a lease in `keep`.
 
-        Waits for all transfers of the engine. What was to be written is on the drive after this, or lost (`on_lost`). All
-        leases of the pool but `keep` go back.
+        Waits for all transfers of the engine; raises no IoError. Writes are then on the drive, or lost (`on_lost`). All
+        leases of the pool except `keep` go back. A chunk keeps its home, but not the contents.
         """
         leases = [*keep]
         self._engine.drain()
@@ -273,12 +272,12 @@ class Stager:
             if chunk.lease is not chunk.home and any(chunk.lease is lease for lease in leases):
                 continue
             if chunk.state is ChunkState.COPYING_FROM_DEVICE:
-                with contextlib.suppress(OSError):  # is told by `on_lost`
+                with contextlib.suppress(OSError):  # reported by `on_lost`
                     self._write_from_device(chunk)
             try:
                 self._engine.wait(chunk.transfers)
             except OSError as error:
-                if chunk.state is ChunkState.WRITING:  # a read is nobody's any more
+                if chunk.state is ChunkState.WRITING:  # an abandoned read needs no cleanup
                     self.io.forget_sums(chunk)
                     if chunk.on_lost is not None:
                         chunk.on_lost(str(error))
@@ -313,7 +312,7 @@ class Stager:
         self._may_drop(chunk)
 
     def _may_drop(self, chunk: Chunk) -> None:
-        if chunk.home is None:  # else dropping it leaves no room
+        if chunk.home is None:  # dropping a chunk with a home frees no room
             self.readahead.stage(chunk)
 
     def _finish_read(self, chunk: Chunk, why: str = "") -> None:
@@ -327,20 +326,20 @@ class Stager:
         chunk.move_to(ChunkState.STAGED)
 
     def _finish_unneeded_read(self, chunk: Chunk, why: str = "") -> None:
-        """As `_finish_read`, for a read that nobody waits for: a failure is only logged."""
+        """Finish a read that is not waited for: like `_finish_read`, but a failure is only logged."""
         try:
             self._finish_read(chunk, why)
         except OSError as error:
-            log.warning("a read ahead failed: %s", str(error))  # a record that holds the error would hold its frames
+            log.warning("prefetch failed: %s", str(error))  # not the error itself, which would hold its frames
 
     def _write_arrived(self) -> None:
-        """Start to write what the device has brought by now."""
+        """Start to write the chunks that the device has delivered."""
         for chunk in _ended(self._from_device, lambda chunk: chunk.device_is_done):
             self._write_from_device(chunk)
 
     def _write_from_device(self, chunk: Chunk) -> None:
         self.wait_copied(chunk)
-        self._from_device.pop(chunk, None)  # done already, where `recover` repeats what an exception ended
+        self._from_device.pop(chunk, None)  # absent if `recover` repeats an interrupted call
         self._start_write(chunk)
 
     def _start_write(self, chunk: Chunk) -> None:
@@ -356,7 +355,7 @@ class Stager:
         self._writing[chunk] = None
 
     def _lose(self, chunk: Chunk, error: BaseException) -> None:
-        """Nobody knows which of its bytes were written."""
+        """Handle a failed write: it is unknown which bytes were written."""
         try:
             self.io.forget_sums(chunk)
         finally:
@@ -375,7 +374,7 @@ class Stager:
         self._give_back(chunk)
 
     def _give_back(self, chunk: Chunk) -> None:
-        """The lease goes back; no transfer of the chunk is in flight any more."""
+        """Give the chunk's lease back; none of its transfers is in flight."""
         lease = chunk.lease
         assert lease is not None
         chunk.forget_lease()
@@ -386,7 +385,7 @@ class Stager:
 
 
 def _ended(chunks: Iterable[Chunk], has_ended: Callable[[Chunk], bool]) -> list[Chunk]:
-    """Those that have ended, up to some number of others."""
+    """Return the chunks that have ended, looking at a limited number of others."""
     ended: list[Chunk] = []
     left = _IN_FLIGHT_SEEN_MAX
     for chunk in chunks:

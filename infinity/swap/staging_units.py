@@ -1,9 +1,9 @@
-"""The units that a look-ahead over a paged model chooses among, their bytes, and the bytes that may be held.
+"""The units that the look-ahead over a paged model chooses from, with their bytes and the bytes that may be held.
 
-Pure data and arithmetic. The order of the uses to come is policy.py's.
+Pure data and arithmetic; policy.py has the order of the coming uses.
 
-A unit is a chunk; a group stands for room for compute parameters that the step is still to make, and a group or sub-group for
-itself if nothing of it is staged (`PagedGroup.unit`, `PagedSubGroup.unit`).
+A unit is a chunk. A group also stands for the room of compute parameters that the step is still to produce. A group or
+sub-group of which nothing is staged stands for itself (`PagedGroup.unit`, `PagedSubGroup.unit`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Unit = Chunk | PagedGroup | PagedSubGroup
 
 
 class Units:
-    """Arguments as for `StagingPolicy`."""
+    """The units of one paged model. Arguments as for `StagingPolicy`."""
 
     def __init__(
         self, paged: PagedModel, options: PagingOptions, pool_bytes: int, look_ahead_bytes: int | None
@@ -36,28 +36,28 @@ class Units:
         states: dict[Unit, int] = {sub.unit: sub.chunk.lease_bytes if sub.moves else 0 for sub in paged.sub_groups}
         self.nbytes: dict[Unit, int] = gathered | states
         self.gathered_bytes: dict[Unit, int] = gathered | dict.fromkeys(states, 0)
-        """The same, but nothing for sub-groups."""
+        """`nbytes`, with 0 for sub-groups."""
         self.staying = frozenset(group for group in paged.groups if group.stays)
-        """The groups that stay staged from step to step ..."""
+        """The groups that stay staged from step to step."""
         self.staying_bytes = sum(lease_bytes[group] for group in self.staying)
-        """... and what they take."""
         largest_group = max(lease_bytes.values())
         self.room_bytes = look_ahead_room(pool_bytes, largest_group)
-        """Bytes of the pool that reads ahead may hold ..."""
+        """Bytes of the pool that reads ahead may hold."""
         self.look_ahead_bytes = self.room_bytes
-        """... and as many of them as the user allows."""
+        """The part of `room_bytes` that the options allow."""
         if look_ahead_bytes is not None:
-            # A group is gathered for its backward while the one before it still needs its compute parameters for its update.
+            # A group is gathered for its backward while the previous one still needs its compute parameters for its
+            # update.
             least = 2 * largest_group if options.update == "backward" else 0
             self.look_ahead_bytes = min(self.room_bytes, max(look_ahead_bytes, least))
 
     def with_compute(self, sub: PagedSubGroup) -> tuple[Unit, ...]:
-        """The state of a sub-group that is updated in the backward, after the compute parameters that it needs."""
+        """Return the units of an update in the backward: the compute parameters, if it needs them, and the state."""
         group = self._groups[sub.layout.space]
         return (group.unit, sub.unit) if group.masters_chunk is not None else (sub.unit,)
 
     def stay_in(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> frozenset[PagedGroup]:
-        """The groups that stay staged from one evaluation like this to the next: those that do from step to step, and as many
+        """Return the groups that stay staged from one such evaluation to the next: those that always stay, and as many
         others as `choose_to_stay` finds room for."""
         used = [unit for unit in dict.fromkeys(cycle) if isinstance(unit, PagedGroup)]
         groups = [group for group in used if self.nbytes[group] and group not in self.staying]
@@ -66,21 +66,21 @@ class Units:
         return self.staying.union(groups[place] for place in stay)
 
     def limits(self, stay: Collection[PagedGroup]) -> tuple[Limit, Limit]:
-        """Limits of the look-ahead if the groups `stay` are held anyway: the room in the pool, and how far gathers may run
-        ahead. The updates of a group count as part of the group."""
+        """Return the limits of a look-ahead while the groups `stay` are held: the room in the pool, and how far gathers
+        may run ahead. The updates of a group count as part of the group."""
         left = self.room_bytes - sum(self.nbytes[group] for group in stay)
         held = dict.fromkeys([*stay, *(group.unit for group in stay)], 0)
         return (self.nbytes | held, left), (self.gathered_bytes | held, min(self.look_ahead_bytes, left))
 
 
 class StepBytes:
-    """Foretells a step of a model.
+    """Predicts the bytes that a step of a model moves.
 
     Args:
-        paged, units: what is foretold, and what may be staged of it.
-        in_backward: the sub-groups that the backward updates.
-        later: those that are updated after it.
-        for_gathers: whether that is when their groups are gathered next, which spares that gather its read.
+        paged, units: the model, and what may be staged of it.
+        in_backward: sub-groups that the backward updates.
+        later: sub-groups that are updated after the backward.
+        for_gathers: `later` are updated when their groups are gathered next, which saves that gather its read.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class StepBytes:
         self._paged, self._units = paged, units
         self._in_backward, self._later = in_backward, later
         self._made = set(later) if for_gathers else set()
-        """What the first gather takes from an update."""
+        """Sub-groups whose update saves the first gather its read."""
         self._made_later = frozenset(later)
         discarded = in_backward & self._made_later
         self._staying = {group.unit: not discarded.isdisjoint(group.members) for group in units.staying}
-        """The groups that stay staged, and whether what is staged of one is discarded, and read again for the update after."""
+        """By group that stays staged: True if its staged bytes are discarded and read again for the later update."""
 
     def of_updates(self) -> tuple[int, int]:
-        """Bytes (read, written)."""
+        """Return the bytes (read, written) of all updates."""
         spans = [span for sub in self._in_backward for span in sub.reads(compute=False)]
         staying = {group.index for group in self._units.staying}
         spans += [span for sub in self._later for span in sub.reads(compute=sub.layout.space not in staying)]
@@ -110,21 +110,22 @@ class StepBytes:
         return sum(span.nbytes for span in spans), written
 
     def of_gathers(self, times: int | Mapping[str, int]) -> int:
-        """Bytes read if each group is gathered so often (by name, or all of them), and nothing is kept but what stays."""
+        """Return the bytes read if groups are gathered so often (each, or by name) and only those that stay are
+        kept."""
         read = 0
         for group in self._paged.groups:
             if group.is_routed:
                 continue
             count = times if isinstance(times, int) else times[group.name]
             if group.masters_chunk is not None and not self._in_backward.isdisjoint(group.members):
-                count = max(count, 2)  # its update in the backward takes the compute parameters that were read for it
+                count = max(count, 2)  # its update in the backward reuses the compute parameters that were read for it
             reads = [self._first_bytes(group, self._made), *[_compute_bytes(group)] * (count - 1)]
             read += sum(self._not_spared([group.unit] * count, reads))
         return read
 
     def of_cycle(self, cycle: Sequence[PagedGroup | PagedSubGroup], next_step: Iterable[Unit]) -> int:
-        """Bytes that the gathers of a cycle read, without those that the updates for them read. `next_step`: the units of the
-        step after it that may be staged by its end."""
+        """Return the bytes that the gathers of a cycle read, without the reads of their updates. `next_step`: units of
+        the next step that may be staged by the end of the cycle."""
         uses: list[Unit] = []
         reads: list[int] = []
         made = set(self._made)
@@ -132,7 +133,7 @@ class StepBytes:
         for used in cycle:
             if isinstance(used, PagedSubGroup):
                 *gathered, state = self._units.with_compute(used)
-                if gathered != updating:  # stays staged from its gather, until its last member is updated
+                if gathered != updating:  # staged from its gather until its last member is updated
                     uses += gathered
                     reads += [0] * len(gathered)
                 updating = gathered
@@ -148,8 +149,8 @@ class StepBytes:
         return cycle_read_bytes(uses, [*self._not_spared(uses, reads)], next_step, *limits)
 
     def _first_bytes(self, group: PagedGroup, updated: Container[PagedSubGroup]) -> int:
-        """What the first gather of a group in a step reads, for which an update makes those of `updated`. The read of one that
-        stays is for updates, which take the old ones from there where these complete the masters."""
+        """Return the bytes that a group's first gather in a step reads, if updates produce the members `updated`. A
+        group that stays reads for its updates, which take its old compute parameters if these complete the masters."""
         if group.unit not in self._staying:
             return _compute_bytes(group, updated)
         return _compute_bytes(
@@ -157,7 +158,7 @@ class StepBytes:
         )
 
     def _not_spared(self, uses: Sequence[Unit], reads: Sequence[int]) -> Iterator[int]:
-        """The bytes that each use of a unit reads, of `reads` if nothing stayed."""
+        """Yield the bytes that each use reads, given its `reads` if nothing stayed."""
         to_read = {unit for unit, is_discarded in self._staying.items() if is_discarded}
         for unit, nbytes in zip(uses, reads, strict=True):
             yield nbytes if unit not in self._staying or unit in to_read else 0
@@ -165,7 +166,7 @@ class StepBytes:
 
 
 def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
-    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
+    """Return the bytes that a gather reads if nothing of the group is staged; updates have just produced `updated`."""
     members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
     of_arena = sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
     return of_arena + sum(span.nbytes for span in group.foreign.reads)

@@ -1,22 +1,20 @@
-"""The paged sub-group: where each of its fields is, and what its bytes mean while they are in memory.
+"""The paged sub-group: the places of its fields, and the meaning of its bytes in memory.
 
-`Slots` writes a sub-group where that is allowed, as commits and checkpoints come first. All else here is data and pure looks
-at it.
+`Slots` writes a sub-group while keeping what commits and checkpoints need. All else here is plain data with accessors.
 
 [Note: Where bytes rest]
-A `Location` says where one field of one sub-group rests. It is resolved once, when the model is paged, and never changes:
-reads, the bytes of a step, what a checkpoint copies and the view that an update works on follow from it. What stays in host
-memory (held or cached there) has a tensor; what rests on NVMe has an offset, which is the same in every slot and in the lease
-of the sub-group's chunk. Which slot is current is the one thing that moves: see [Note: A/B slots].
+A `Location` is the place of one field of a sub-group. It is resolved once, when the model is paged, and never changes.
+Reads, the bytes of a step, a checkpoint's copy and the view of an update all follow from it. A field in host memory
+(held or cached) has a tensor. A field on NVMe has an offset, which is the same in every slot and in the lease of the
+sub-group's chunk. Only the current slot changes: see [Note: A/B slots].
 
 [Note: A/B slots]
-In a durable run a sub-group has two extents, its slots, and a commit says in which of them its state is. An update reads that
-one and writes the other, which is current from then on; more writes before the next commit go to the same one again. A range
-that is written outside of an update takes the rest of the sub-group along first. So the committed bytes stay as they are until
-another commit has taken their place (infinity/store/durable.py, [Note: What a record promises]).
+In a durable run a sub-group has two extents, its slots, and a commit names the slot that holds its state. An update
+reads that slot and writes the other, which is then current; further writes before the next commit go to the same slot.
+A write to a range outside an update first copies the whole sub-group. So the committed bytes stay as they are until
+another commit has replaced them (infinity/store/durable.py, [Note: What a record promises]).
 
-What a checkpoint is copying must stay, too, until it is copied: see [Note: A copy of what goes on changing] in
-infinity/store/arena_copy.py.
+Bytes that a checkpoint still copies stay, too: [Note: A copy of what goes on changing] in infinity/store/arena_copy.py.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from infinity.swap.stager import Stager
 _STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 
 SubGroupUpdate = Callable[[Lease | None], None]
-"""Updates a sub-group in place, whose state is under the lease (None where nothing of it moves)."""
+"""Updates a sub-group in place, with its state in the lease (None if nothing of it moves)."""
 
 
 class Tier(enum.Enum):
-    """What kind of memory a field rests in."""
+    """The memory that holds a field."""
 
     HOST = "host"
     """Host memory, pinned or not: `Location.tensor`."""
@@ -55,7 +53,7 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True)
 class Location:
-    """Where one field of a sub-group rests: see [Note: Where bytes rest]."""
+    """The place of one field of a sub-group: see [Note: Where bytes rest]."""
 
     tier: Tier
     nbytes: int
@@ -71,11 +69,11 @@ class Location:
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
-    `slots`: its extents in the arena; two in a durable run, or where its updates are speculative. `current_slot` is the number
-    of the one that holds its values, `committed_slot` of the one that must stay as it is. `gradient_extent`: in which its
-    gradient waits for the update, where that is not in host memory. `ties`: where a split master was rounded up on a tie
-    (int32, ascending): see [Note: Split masters] in infinity/optim/kernel.py. The chunk of one that rests in host memory
-    altogether moves nothing.
+    `slots`: its extents in the arena; two in a durable run or if its updates are speculative, else one. `current_slot`:
+    the number of the slot that holds its values. `committed_slot`: the slot that must not change. `gradient_extent`:
+    where its gradient waits for the update, if not in host memory. `ties`: indices of split masters that were rounded
+    up on a tie (int32, ascending), see [Note: Split masters] in infinity/optim/kernel.py. If all of it is in host
+    memory, its chunk moves nothing.
     """
 
     layout: SubGroup
@@ -86,50 +84,49 @@ class PagedSubGroup:
     locations: dict[Field, Location] = field(default_factory=dict, repr=False)
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
     staged: torch.Tensor | None = field(default=None, repr=False)
-    """While it is updated: its compute parameters (1-D) where its group is staged. The update takes them from there, and puts
-    the new ones there, too; or it sets this to None once it has taken them."""
+    """During an update: its compute parameters (1-D) in its group's lease. The update replaces them there, or sets this
+    to None once it has copied them."""
     is_speculative: bool = False
-    """Whether the backward updates it for the step to accept."""
+    """True if the backward updates it for the step to accept."""
     current_slot: int = 0
     committed_slot: int | None = None
 
     @property
     def extent(self) -> Extent:
-        """The slot that holds its values."""
+        """The extent of the current slot."""
         return self.slots[self.current_slot]
 
     @property
     def write_slot(self) -> int:
-        """The number of the slot that may be written to."""
+        """The number of the slot that may be written."""
         return self.current_slot if self.current_slot != self.committed_slot else 1 - self.current_slot
 
     @cached_property
     def moves(self) -> bool:
-        """Whether stepping it takes bytes from the arena."""
+        """True if stepping it moves bytes of the arena."""
         return self.layout.lease_bytes > 0
 
     @cached_property
     def unit(self) -> Chunk | PagedSubGroup:
-        """What a look-ahead has for its state."""
+        """The look-ahead's unit for its state."""
         return self.chunk if self.moves else self
 
     @cached_property
     def rests_in_host(self) -> bool:
-        """Whether a part of it changes where it rests, in host memory."""
+        """True if a part of it is in host memory and changes in place."""
         return any(location.tier is Tier.HOST for location in self.locations.values())
 
     @cached_property
     def gathers_from_nvme(self) -> bool:
-        """Whether gathering it takes bytes from the arena."""
+        """True if gathering it reads the arena."""
         return self.locations[self.layout.gathered].tier is Tier.NVME
 
     def slot_span(self, slot: int) -> tuple[Span, ...]:
-        """All of one of its slots."""
+        """Return the span of a whole slot."""
         return (Span(self.slots[slot].offset, 0, self.layout.nbytes),) if self.layout.nbytes else ()
 
     def reads(self, *, compute: bool) -> tuple[Span, ...]:
-        """What fetches its state and its gradient: with the compute parameter where that is a part of the master, or
-        without."""
+        """Return the spans that read its state and its gradient. `compute`: with the master's compute parameter."""
         fields = self.layout.state
         if fields and fields[0] is Field.COMPUTE and not compute:
             fields = fields[1:]
@@ -142,7 +139,6 @@ class PagedSubGroup:
         return tuple(spans)
 
     def dtype(self, name: Field) -> torch.dtype:
-        """Of the field's elements."""
         if name is Field.COMPUTE:
             return self.compute_dtype
         if name is Field.REMAINDER:
@@ -150,7 +146,7 @@ class PagedSubGroup:
         return _STATE_DTYPES[self.layout.itemsize(name)]
 
     def view(self, name: Field, lease: Lease | None) -> torch.Tensor:
-        """The field's numbers (1-D, `layout.field_numel`) while the chunk is in use under `lease` (None: nothing moves)."""
+        """Return a field's elements (1-D, `layout.field_numel`) while the chunk is in use under `lease`."""
         location = self.locations[name]
         if location.tensor is not None:
             return location.tensor
@@ -158,13 +154,13 @@ class PagedSubGroup:
         return lease.view(location.dtype, location.offset, location.numel)
 
     def master(self, lease: Lease | None) -> torch.Tensor:
-        """The master weights (1-D, fp32): a view, or joined in memory of their own; `set_master` when changed."""
+        """Return the master weights (1-D, fp32): a view, or joined in new memory. `set_master` follows a change."""
         if not self.layout.split:
             return self.view(Field.MASTER, lease)
         return join(self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease), self.ties)
 
     def set_master(self, master: torch.Tensor, lease: Lease | None) -> None:
-        """Store what `master` returned, changed, and in the compute parameter where there is one."""
+        """Store the changed result of `master`, and the compute parameter if there is one."""
         if self.layout.split:
             self.ties = split(master, self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease))
         elif Field.COMPUTE in self.layout.fields:
@@ -172,8 +168,8 @@ class PagedSubGroup:
 
     @contextlib.contextmanager
     def part_of_master(self, low: int, high: int, lease: Lease | None) -> Iterator[torch.Tensor]:
-        """Elements [low, high) of the master weights (1-D, fp32), to be changed in the block: joined, and split again after it;
-        or a view, with `set_master` to follow when all are changed."""
+        """Yield elements [low, high) of the master weights (1-D, fp32), to be changed in the block. Split masters are
+        joined, and split again after the block. Otherwise it is a view; call `set_master` after all changes."""
         if not self.layout.split:
             yield self.view(Field.MASTER, lease)[low:high]
             return
@@ -183,7 +179,7 @@ class PagedSubGroup:
         self.set_ties(split(master, copy, remainder) + low, low, high)
 
     def sources(self) -> list[Source]:
-        """Where the bytes of all its fields are, in order; neighbours on NVMe are one source."""
+        """Return the places of all its fields, in order; neighbours on NVMe are one source."""
         sources: list[Source] = []
         for name in self.layout.fields:
             location = self.locations[name]
@@ -199,12 +195,12 @@ class PagedSubGroup:
         return sources
 
     def set_ties(self, ties: torch.Tensor, low: int, high: int) -> None:
-        """The ties among elements [low, high) are these (ascending)."""
+        """Replace the ties among elements [low, high) by these (ascending)."""
         self.ties = torch.cat([self.ties[self.ties < low], ties, self.ties[self.ties >= high]])
 
 
 class Slots:
-    """Writes sub-groups where that is allowed. Used by one thread at a time."""
+    """Writes sub-groups without changing committed or snapshotted bytes. Used by one thread at a time."""
 
     def __init__(self, sub_groups: Sequence[PagedSubGroup], health: ModelHealth, stager: Stager) -> None:
         self._sub_groups, self._health, self._stager = sub_groups, health, stager
@@ -213,14 +209,14 @@ class Slots:
         """By sub-group: the slot that the checkpoint copies."""
 
     def start_copying(self, copying: Copying) -> None:
-        """A checkpoint has begun to copy all values as they are now; all of them are written."""
+        """Begin a checkpoint's copy of all current values, which must be written already."""
         self._copying = copying
         self._snapshot_slots = [sub.current_slot for sub in self._sub_groups]
 
     def write_current(self, sub: PagedSubGroup) -> None:
-        """Start writing the sub-group's lease to the slot that may be written to, where its values are from now on.
+        """Start writing the sub-group's lease to the slot that may be written, and make it current.
 
-        Where no more than its gradient was read, all of it is in host memory, and the lease goes back.
+        If the lease holds nothing but its gradient, all of its state is in host memory, and the lease only goes back.
         """
         if not sub.layout.nbytes:
             self._stager.release(sub.chunk, keep=False)
@@ -233,7 +229,7 @@ class Slots:
         sub.current_slot = slot
 
     def write_other_slot(self, sub: PagedSubGroup) -> None:
-        """Start writing the sub-group's lease to the slot that doesn't hold its values, which stay as they are."""
+        """Start writing the sub-group's lease to the other slot; the current slot keeps the values."""
         self._health.check_not_sealed()
         slot = 1 - sub.current_slot
         self.wait_for_checkpoint_copy(sub, slot)
@@ -241,8 +237,8 @@ class Slots:
         self._stager.write_back(sub.chunk)
 
     def leave_committed(self, sub: PagedSubGroup) -> bool:
-        """Before a range of a sub-group is written: where its values are committed, copy them to the other slot. Whether they
-        were copied, so that what reads them is to be pointed there."""
+        """Copy a sub-group's values to the other slot if they are committed, before a range of them is written. Returns
+        True if they were copied, and its reads must be pointed to that slot."""
         self._health.check_not_sealed()
         if sub.current_slot != sub.committed_slot:
             return False
@@ -258,7 +254,7 @@ class Slots:
         return True
 
     def wait_for_checkpoint_copy(self, sub: PagedSubGroup, slot: int) -> None:
-        """Before a sub-group's bytes in that slot change, or those in host memory: wait until a checkpoint has copied them."""
+        """Wait until a checkpoint has copied a sub-group's bytes in `slot` or in host memory, before they change."""
         copying, index = self._copying, sub.layout.index
         if copying is None or copying.is_copied(index):
             return
@@ -267,5 +263,5 @@ class Slots:
                 copying.wait_for(index)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Forget the checkpoint; nothing is written any more."""
         self._copying = None

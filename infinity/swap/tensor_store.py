@@ -1,4 +1,4 @@
-"""Plain tensors in the arena, by name, for any other engine than FSDP2. Used by the training thread only."""
+"""Plain tensors in the arena, by name, for engines other than FSDP2. Used by the training thread only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.units import align_up, format_bytes
 
 @dataclass(eq=False)
 class PlainTensor:
-    """A tensor that was registered. `lost`: why what was written of it last is not what is stored."""
+    """A registered tensor. `lost`: the reason why its last write failed."""
 
     chunk: Chunk
     shape: torch.Size
@@ -25,12 +25,12 @@ class PlainTensor:
     lost: str | None = None
 
     def lose(self, why: str) -> None:
-        """A write of it has failed."""
+        """Record that a write of it has failed."""
         self.lost = why
 
 
 class TensorStore:
-    """Tensors by name on the drives of one swap manager, which come through its pinned pool: see `SwapManager.tensors`."""
+    """Tensors by name, on the drives and in the pinned pool of one swap manager: see `SwapManager.tensors`."""
 
     def __init__(self, machinery: Machinery) -> None:
         self._open: Machinery | None = machinery
@@ -44,14 +44,14 @@ class TensorStore:
 
     @property
     def leases(self) -> list[Lease]:
-        """Of those that somebody uses."""
+        """The leases of tensors in use."""
         chunks = (entry.chunk for entry in self.by_name.values())
         return [chunk.lease for chunk in chunks if chunk.state is ChunkState.IN_USE and chunk.lease is not None]
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """Store a copy of `tensor` (any shape and dtype, dense, on the CPU) under `name`.
 
-        Raises ValueError for a name that is taken, StoreError without space, BudgetError when the pool is smaller than it.
+        Raises ValueError for a name that is taken, StoreError if space is missing, BudgetError if it exceeds the pool.
         """
         self._check_can_be_stored(name, tensor)
         nbytes = tensor.numel() * tensor.itemsize
@@ -59,7 +59,7 @@ class TensorStore:
         if align_up(nbytes) > machinery.pool.nbytes:
             raise BudgetError(
                 f"tensor {name!r} of {format_bytes(nbytes)} is larger than the pinned pool of "
-                f"{format_bytes(machinery.pool.nbytes)}: pinned_bytes_max={align_up(nbytes)} would do"
+                f"{format_bytes(machinery.pool.nbytes)}: raise pinned_bytes_max to at least {align_up(nbytes)}"
             )
         extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
         span = (Span(extent.offset, 0, extent.nbytes),)
@@ -75,7 +75,7 @@ class TensorStore:
         self.by_name[name] = entry
 
     def prefetch(self, name: str) -> bool:
-        """Start reading `name` if there is room now; whether it is on its way or here."""
+        """Start reading `name` if there is room now. Returns True if it is being read, or in memory."""
         entry = self._entry(name)
         if entry.chunk.state is not ChunkState.ON_NVME:
             return entry.chunk.state is not ChunkState.WRITING
@@ -83,7 +83,7 @@ class TensorStore:
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[torch.Tensor]:
-        """The tensor in pinned memory, for reading only, until the end of the block."""
+        """Yield the tensor in pinned memory, read-only, until the end of the block."""
         entry, tensor = self._acquire(name)
         try:
             yield tensor
@@ -92,9 +92,9 @@ class TensorStore:
 
     @contextlib.contextmanager
     def update(self, name: str) -> Iterator[torch.Tensor]:
-        """The tensor in pinned memory, to be changed in place; written back in the background after the block.
+        """Yield the tensor in pinned memory, to be changed in place; it is written in the background after the block.
 
-        A block that raises leaves the stored bytes as they were.
+        If the block raises, the stored bytes are unchanged.
         """
         entry, tensor = self._acquire(name)
         try:
@@ -105,12 +105,12 @@ class TensorStore:
         self._machinery.stager.write_back(entry.chunk)
 
     def flush(self) -> None:
-        """Wait until everything updated is on the drive (fdatasync). Raises IoError when a write failed."""
+        """Wait until all updates are on the drive (fdatasync). Raises IoError if a write failed."""
         self._machinery.stager.settle_all()
         self._machinery.arena.file.sync()
 
     def close(self) -> None:
-        """No tensor can be used any more."""
+        """End the use of all tensors."""
         self._open = None
 
     def _check_can_be_stored(self, name: str, tensor: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ class TensorStore:
         if entry.lost is not None:
             raise InfinityError(
                 f"tensor {name!r} is lost, part of it old and part new, since a write of it failed: {entry.lost}; register it "
-                "anew under another name"
+                "again under another name"
             )
         lease = stager.acquire(entry.chunk)
         return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)

@@ -1,7 +1,7 @@
-"""The recorder of a trace: when the training thread does what, and what the drives did meanwhile.
+"""The recorder of a trace: the events of the training thread and of the drives.
 
-Lives from `SwapManager.start_trace` to `stop_trace`, and is held by the stager; without one nothing is noted. Training thread
-only. All times are of one clock, CLOCK_MONOTONIC, which `time.perf_counter` reads here as the ring threads do.
+Exists from `SwapManager.start_trace` to `stop_trace`, held by the stager; otherwise nothing is recorded. Training
+thread only. All times are of CLOCK_MONOTONIC, the clock of `time.perf_counter` and of the ring threads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from infinity.aio import IoEngine
 from infinity.schedule.timeline import Interval, Moved, TraceSummary, compute_between, measured_events, summarize
 
 _TIMINGS_MAX = 32768
-"""Half of what the engine keeps: when so many transfers were started, its timings are taken."""
+"""Half of the engine's limit: after so many transfers its timings are collected."""
 
 _PREFIXES = {"gather": "gather ", "update": "update ", "copy": "copy ", "stall": "wait for "}
 _NOTHING = contextlib.nullcontext()
 
 
 class Timeline:
-    """Notes what happens from now on. Waits first until the engine's drives rest, so that a trace has whole transfers only."""
+    """Records events from now on. First waits until the drives are idle, so that a trace has whole transfers only."""
 
     def __init__(self, engine: IoEngine) -> None:
         self._engine = engine
@@ -39,19 +39,19 @@ class Timeline:
         engine.take_timings()
         self._intervals: list[Interval] = []
         self._started: list[tuple[float, str]] = []
-        """When transfers were started, and of what."""
+        """Start time of transfers, and what they move."""
         self._timings: list[npt.NDArray[Any]] = []
         self._untaken = 0
         self._gather: int | None = None
-        """Which interval is the last gather, ..."""
+        """Index of the last gather's interval."""
         self._gather_ended = False
-        """... and whether FSDP2 has what it asked for."""
+        """True once FSDP2 has everything that it asked for in that gather."""
         self.steps = 0
         self._began = time.perf_counter()
 
     @contextlib.contextmanager
     def span(self, lane: str, subject: str) -> Iterator[None]:
-        """What happens in the block belongs into `lane` (of infinity.schedule.timeline.LANES), and to torch's profiler."""
+        """Record the block in `lane` (of infinity.schedule.timeline.LANES) and in torch's profiler."""
         name = _PREFIXES.get(lane, "") + subject
         with record_function(name):
             began = time.perf_counter()
@@ -62,7 +62,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def stall(self, subject: str) -> Iterator[None]:
-        """The block waits for the engine; as long as the engine says."""
+        """Record the block as a stall, as long as the engine measured."""
         name = _PREFIXES["stall"] + subject
         with record_function(name):
             began, before = time.perf_counter(), self._engine.stall_seconds
@@ -73,7 +73,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def gathering(self, group: str) -> Iterator[None]:
-        """The block hands a shard of `group` over. All shards of one gather are one interval."""
+        """Record the block, which gives FSDP2 a shard of `group`. All shards of one gather are one interval."""
         last = self._gather
         name = _PREFIXES["gather"] + group
         with self.span("gather", group):
@@ -85,7 +85,7 @@ class Timeline:
         self._gather_ended = False
 
     def gathered(self, group: str, *, at_once: bool) -> None:
-        """FSDP2 has gathered a shard of `group`; `at_once`: it did nothing else since it was asked for."""
+        """Record that FSDP2 has gathered a shard of `group`. `at_once`: it did nothing else since the request."""
         last = self._gather
         if last is not None and self._intervals[last].name == _PREFIXES["gather"] + group:
             self._gather_ended = True
@@ -93,15 +93,15 @@ class Timeline:
                 self._intervals[last] = self._intervals[last]._replace(end=time.perf_counter())
 
     def starting(self, subject: str, transfers: int) -> None:
-        """So many transfers of `subject` are started next."""
+        """Record that so many transfers of `subject` are about to start."""
         if self._untaken > _TIMINGS_MAX:
             self._take()
         self._untaken += transfers * self._drives
         self._started.append((time.perf_counter(), subject))
 
     def stop(self, path: str | os.PathLike[str] | None, *, rank: int) -> TraceSummary:
-        """Wait until the drives rest, write the trace to `path` where one is given, and return its figures."""
-        with self.stall("all that is under way, as the trace ends"):
+        """Wait until the drives are idle, write the trace to `path` if given, and return its figures."""
+        with self.stall("all transfers, at the end of the trace"):
             self._engine.drain()
         seconds = time.perf_counter() - self._began
         self._take()
@@ -124,7 +124,7 @@ class Timeline:
         self._untaken = 0
 
     def _moved(self) -> list[Moved]:
-        """What the drives moved, by name: a transfer is of what was last started when it was queued."""
+        """Return the transfers with names: each belongs to the last subject started before it was queued."""
         times = [began for began, _ in self._started]
         moved = []
         for row in (row for timings in self._timings for row in timings if row["drive"] >= 0 and not row["failed"]):
@@ -144,5 +144,5 @@ class Timeline:
 
 
 def measured(timeline: Timeline | None, lane: str, subject: str) -> AbstractContextManager[None]:
-    """A block that belongs into a lane of `timeline`, where there is one."""
+    """Record a block in a lane of `timeline`, if there is one."""
     return _NOTHING if timeline is None else timeline.span(lane, subject)

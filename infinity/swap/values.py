@@ -1,5 +1,4 @@
-"""Access to single ranges of a paged model's values: what state_dict, checkpoints and a look at a weight go
-through."""
+"""Access to ranges of a paged model's values, for state_dict, checkpoints and reads of single weights."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from infinity.swap.sub_group import PagedSubGroup, Slots
 from infinity.units import PAGE_BYTES, align_up
 
 RANGE_NUMEL = (ACCESS_BYTES - 2 * PAGE_BYTES) // 4
-"""At most so many elements are accessed at once."""
+"""Elements that one access moves, at most."""
 
 PieceOf = tuple[PagedSubGroup, Piece]
-"""A piece of a shard, and the sub-group that holds it."""
+"""A piece of a shard, and its sub-group."""
 
 
 class Values:
@@ -51,10 +50,9 @@ class Values:
         *,
         write: bool,
     ) -> None:
-        """Call `move(elements, first)` for each of the `ranges` (as `ranges_of` gives them) of a field, staged; write back.
+        """Stage each of the `ranges` (from `ranges_of`) of a field, call `move(elements, first)`, and write it back.
 
-        The bytes around a range that share its first and last page are read first and written back unchanged. `label`: for
-        errors.
+        A write first reads the partly covered first and last page, and keeps their other bytes. `label`: for errors.
         """
         stager, ranges = self._stager, [*ranges]
         for sub, *_ in ranges:
@@ -64,7 +62,7 @@ class Values:
         for sub, at, low, count in ranges:
             if write:
                 self._updates.speculation.discard(sub)
-                stager.drop(sub.chunk)  # read ahead for its update
+                stager.drop(sub.chunk)  # staged for its update
                 if self._slots.leave_committed(sub):
                     self._updates.moved(sub)
                 self._slots.wait_for_checkpoint_copy(sub, sub.current_slot)
@@ -94,9 +92,9 @@ class Values:
     def set_sub_group(
         self, sub: PagedSubGroup, ties: torch.Tensor, fill: Callable[[Field, torch.Tensor], None]
     ) -> None:
-        """Give a sub-group new values and ties: `fill` sets the elements (1-D) of each of its fields.
+        """Give a sub-group new values and ties: `fill` sets the elements (1-D) of each field.
 
-        They are written in the background. Raises IoError; the values are to be torn meanwhile.
+        They are written in the background. Raises IoError. The values must be torn meanwhile.
         """
         stager, group = self._stager, self._updates.group_of(sub)
         self._updates.speculation.discard(sub)
@@ -118,8 +116,8 @@ class Values:
 
 
 def ranges_of(pieces: Sequence[PieceOf], start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
-    """Elements [start, start + numel) of a shard, piece by piece and each of a bounded size: (sub-group, first element of the
-    shard, first element of the sub-group, count)."""
+    """Yield the parts of elements [start, start + numel) of a shard, by piece and at most RANGE_NUMEL each: (sub-group,
+    first element of the shard, first element of the sub-group, count)."""
     first = bisect_right(pieces, start, key=lambda piece_of: piece_of[1].start) - 1
     for number in range(max(0, first), len(pieces)):
         sub, piece = pieces[number]
@@ -131,7 +129,7 @@ def ranges_of(pieces: Sequence[PieceOf], start: int, numel: int) -> Iterator[tup
 
 
 def _edges(pages: Span, start: int, end: int) -> tuple[Span, ...]:
-    """The first and last page of `pages` where [start, end) covers them only in part."""
+    """Return the first and last page of `pages`, each if [start, end) covers it only in part."""
     last_page = pages.offset + pages.nbytes - PAGE_BYTES
     partly = {pages.offset} if start != pages.offset else set()
     if end != last_page + PAGE_BYTES:

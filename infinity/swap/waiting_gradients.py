@@ -1,13 +1,13 @@
-"""Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
+"""Gradients between the backward and the update: in 16 bits if that is exact, on NVMe if memory doesn't suffice.
 
-Used by the training thread, and by autograd's on its behalf. Gradients of resident shards are small and stay where torch puts
-them.
+Used by the training thread, and by autograd's on its behalf. Those of resident shards are small and stay in `.grad`.
 
 [Note: Gradients in 16 bits]
-FSDP2 gives every reduced gradient in fp32. Where it was reduced in bf16, or computed in 16 bits and reduced over one rank
-only, those 32 bits hold no more than 16, and 16 are kept. A second gradient for a parameter before its update (of a model that
-is used twice in a step, or of another micro-batch) makes a sum of more bits: then the gradients of its sub-group are widened to
-fp32 first, and stay in host memory until the update. So what is kept is always what torch would have in `.grad`, bit for bit.
+FSDP2 delivers every reduced gradient in fp32. If it was reduced in bf16, or computed in 16 bits and reduced over one
+rank only, 16 bits hold it exactly, and 16 are kept. A second gradient for a parameter before its update (from a model
+used twice in a step, or from another micro-batch) makes a sum that needs more bits. So the gradients of its sub-group
+are first widened to fp32, and stay in host memory until the update. So the kept gradient is torch's `.grad` bit for
+bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from infinity.units import align_up
 
 @dataclass
 class _Held:
-    """Gradients in host memory, all of them there once `copy_event` has fired."""
+    """Gradients in host memory, complete once `copy_event` has fired."""
 
     tensor: torch.Tensor
     copy_event: CopyEvent | None = None
@@ -47,7 +47,7 @@ class _Held:
 class WaitingGradients:
     """Keeps the gradients of the groups that it `takes`, in `dtype`, until their update.
 
-    host_gradients: brings them from the device. takes_all: whether those in fp32 are not left in `.grad` either.
+    host_gradients: brings them from the device. takes_all: also take fp32 gradients instead of leaving them in `.grad`.
     """
 
     def __init__(
@@ -56,38 +56,37 @@ class WaitingGradients:
         self._stager, self._host_gradients = paged.stager, host_gradients
         self._dtype = dtype
         self.takes_all = takes_all or dtype is not torch.float32
-        """Whether no gradient stays in `.grad`, but for those of resident shards."""
+        """True if no gradient stays in `.grad`, except those of resident shards."""
         self._spilled = {
             sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient_extent is not None
         }
         self._spilling = {sub.layout.space for sub in self._spilled}
-        """Numbers of the groups of which gradients wait on NVMe."""
+        """Numbers of the groups with gradients that wait on NVMe."""
         for sub, chunk in self._spilled.items():
             sub.chunk.after += (chunk,)
         self._held: dict[PagedSubGroup, _Held] = {}
         self.kept_shards: set[int] = set()
-        """Numbers of the shards of which a gradient came since the last step, and is kept here. Not to be changed from
-        outside."""
+        """Numbers of the shards with a gradient that arrived since the last step and is kept here. Read-only."""
         self._moved = (0, 0)
         """Bytes (read, written) since the last step."""
         self._moved_before: tuple[int, int] | None = None
-        """And in that step."""
+        """Bytes (read, written) in the last step that moved any."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of host memory that hold gradients which came since the last step."""
+        """Bytes of host memory that hold gradients which arrived since the last step."""
         return sum(held.tensor.nbytes for held in self._held.values())
 
     def takes(self, group: PagedGroup) -> bool:
-        """Whether gradients of the group are kept here, and not by torch."""
+        """Return True if gradients of the group are kept here instead of by torch."""
         return group.timing.gradients_wait and (self.takes_all or group.index in self._spilling)
 
     def take(self, group: PagedGroup, grads: Mapping[int, torch.Tensor], *, sums: Collection[int] = ()) -> None:
-        """Keep gradients of a group (1-D, on any device, by number of their shard; fp32, or in 16 bits where that holds them).
+        """Keep gradients of a group, by shard number (1-D, on any device; fp32, or 16 bits if these are exact).
 
-        One of which there is some already (`kept_shards`) is in fp32, gets that added to it in place, and the sum is kept.
-        `sums`: shards whose gradient is a sum already, which 16 bits don't hold.
-        Raises IoError where a transfer failed; the values are torn where a gradient was lost by it.
+        If a shard has a kept gradient already (`kept_shards`), the new one is in fp32, gets that added in place, and
+        the sum is kept. `sums`: shards whose gradient is a sum already, which needs fp32. Raises IoError if a transfer
+        failed; the values are torn if a gradient was lost by it.
         """
         for sub in group.members:
             pieces = [piece for piece in sub.layout.pieces if piece.shard in grads]
@@ -106,27 +105,27 @@ class WaitingGradients:
                         self._held[sub] = _Held(self._host_gradients.memory(sub.layout.numel, dtype))
                     held = self._held[sub]
                     if adds:
-                        held.wait()  # for what the last micro-batch brought, not for anything of this one
+                        held.wait()  # for the last micro-batch's gradients, not for any of this one
                     held.copy_event = self._put(held.tensor, pieces, grads) or held.copy_event
         self.kept_shards.update(grads)
 
     def held(self, sub: PagedSubGroup) -> torch.Tensor | None:
-        """The gradients that wait of a sub-group (1-D), to be read only; None where they are on NVMe."""
+        """Return the waiting gradients of a sub-group (1-D, read-only); None if they are on NVMe."""
         held = self._held.get(sub)
         return held.tensor if held is not None else None
 
     def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
-        """The gradients that are kept of a sub-group (1-D), for its update, which settles them; None where that will find them
-        in its lease."""
+        """Remove and return the kept gradients of a sub-group (1-D), for an update that settles them; None if it will
+        find them in its lease."""
         held = self._held.pop(sub, None)
         return held.tensor if held is not None else None
 
     def staged(self, sub: PagedSubGroup, lease: Lease) -> torch.Tensor:
-        """The gradients (1-D) of a sub-group that waited on NVMe, in the lease of its update."""
+        """Return the gradients (1-D) that waited on NVMe, from the lease of a sub-group's update."""
         return lease.view(self._dtype, sub.layout.nbytes, sub.layout.numel)
 
     def forget(self, shards: Collection[int]) -> None:
-        """What comes of these shards (by number) from now on belongs to the next step."""
+        """Begin the next step for these shards: drop their gradients."""
         self.kept_shards.difference_update(shards)
         for sub in [*self._held]:
             if self.kept_shards.isdisjoint([piece.shard for piece in sub.layout.pieces]):
@@ -135,7 +134,7 @@ class WaitingGradients:
             self._moved_before, self._moved = self._moved, (0, 0)
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Bytes (read, written) that the backward of a step moves: as in the last one, or with so many micro-batches."""
+        """Return the bytes (read, written) that a backward moves: as in the last step, or for so many micro-batches."""
         if self._moved_before is not None:
             return self._moved_before
         spilled = sum(sub.layout.gradient_bytes for sub in self._spilled)
@@ -144,11 +143,11 @@ class WaitingGradients:
     def _put(
         self, memory: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]
     ) -> CopyEvent | None:
-        """Begin to bring gradients to their places in `memory`, added to those there. The event fires when all have come."""
+        """Start to copy gradients to `memory`, added to those already there. The event fires when all have arrived."""
         copy_event = None
         for piece in pieces:
             grad = grads[piece.shard]
-            numel = min(piece.numel, grad.numel() - piece.start)  # less the padding
+            numel = min(piece.numel, grad.numel() - piece.start)  # without the padding
             if numel <= 0:
                 continue
             grad = grad[piece.start : piece.start + numel]
@@ -173,7 +172,7 @@ class WaitingGradients:
         self._stager.write_back(chunk, copy_event=copy_event)
 
     def _widen(self, sub: PagedSubGroup) -> None:
-        """See [Note: Gradients in 16 bits]."""
+        """Convert a sub-group's 16-bit gradients to fp32 in host memory: see [Note: Gradients in 16 bits]."""
         held = self._held.get(sub)
         if self._dtype is torch.float32 or (held is not None and held.tensor.dtype is torch.float32):
             return
@@ -198,18 +197,18 @@ def _gradient_chunk(sub: PagedSubGroup, paged: PagedModel) -> Chunk:
 
 
 _ALIGN = 64
-"""Bytes: each gradient begins where a vector kernel likes it."""
+"""Bytes: the alignment of each gradient, for vector kernels."""
 
 
 class HostGradient:
-    """One gradient (1-D). On a CPU it is used where it lies."""
+    """One gradient (1-D). On a CPU it is used in place."""
 
     def __init__(self, tensor: torch.Tensor, copy_event: CopyEvent | None = None, keeps: object = None) -> None:
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self._tensor, self._copy_event, self._keeps = tensor, copy_event, keeps
 
     def wait(self) -> torch.Tensor:
-        """Its elements in host memory, once they are there."""
+        """Wait until its elements are in host memory, and return them."""
         if self._copy_event is not None:
             self._copy_event.wait()
             self._copy_event = None
@@ -217,7 +216,7 @@ class HostGradient:
 
 
 class _Lent:
-    """Keeps a buffer lent for as long as this is held."""
+    """Keeps a buffer lent for as long as it is referenced."""
 
     def __init__(self, buffer: HostBuffer, copy_events: Sequence[CopyEvent]) -> None:
         finalizer = weakref.finalize(self, _end, buffer, copy_events)
@@ -225,19 +224,19 @@ class _Lent:
 
 
 class HostGradients:
-    """Brings gradients from `device` to the host, one buffer of `host_memory` for all that come together."""
+    """Brings gradients from `device` to the host, with one buffer of `host_memory` for all that start together."""
 
     def __init__(self, device: Device, host_memory: HostBuffers) -> None:
         self._device, self._host_memory = device, host_memory
         self.reused = ReusedMemory()
-        """Of a CPU: gathered parameters share it."""
+        """Host memory of a CPU device, shared with gathered parameters."""
         self._last: CopyEvent | None = None
-        """Of the copy that was started last: all go through one stream, so when it has ended, all have."""
+        """The event of the last copy. All copies use one stream, so when it has ended, all have."""
 
     def start(self, gradients: Sequence[torch.Tensor]) -> list[HostGradient]:
-        """Begin to bring gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
+        """Start to copy gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
 
-        The caller may forget them at once, and must not change them in place.
+        The caller may drop them at once, and must not change them in place.
         """
         if not self._device.is_discrete or not gradients:
             return [HostGradient(gradient) for gradient in gradients]
@@ -254,7 +253,7 @@ class HostGradients:
         return started
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory (1-D) for gradients that are fetched into it, until the tensor itself is dropped."""
+        """Return host memory (1-D) for fetched gradients, until the tensor itself is dropped."""
         if not self._device.is_discrete:
             return self.reused.lend(numel, dtype)
         buffer = self._host_memory.lend(numel, dtype)
@@ -263,8 +262,8 @@ class HostGradients:
         return tensor
 
     def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> CopyEvent | None:
-        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the copy event fires
-        when it is there (None where it is already), and so does `settle`."""
+        """Start to copy a gradient to its place in host memory, converted to the dtype there. The returned event fires
+        when it is there, and `settle` waits for it; None if it is there already."""
         if not self._device.is_discrete:
             into.copy_(gradient)
             return None
@@ -272,12 +271,12 @@ class HostGradients:
         return self._last
 
     def to_device(self, fetched: torch.Tensor) -> torch.Tensor:
-        """What came before (1-D, copied) on the device, for what the current stream does from now on; a `fetch` of what that
-        makes of it may go to the same place."""
+        """Return a fetched gradient (1-D, copied) on the device, for later work of the current stream. The result may
+        be fetched to the same place."""
         return self._device.start_h2d(fetched).on_device()
 
     def settle(self) -> None:
-        """Wait until everything that was fetched so far has come."""
+        """Wait until everything fetched so far has arrived."""
         if self._last is not None:
             self._last.wait()
             self._last = None

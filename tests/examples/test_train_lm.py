@@ -144,7 +144,7 @@ def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: 
         (["--nvme-path", "/proc/nowhere"], "can't be made"),
         (["--data", "/nowhere"], "no such file or folder"),
         (["--config", "/nowhere.json"], "can't read the config"),
-        (["--pinned-bytes-max", "8MiB", "--params", "40M"], "would do"),
+        (["--pinned-bytes-max", "8MiB", "--params", "40M"], "raise it to at least"),
         (["--params", "many"], "--params"),
         (["--steps", "0"], "--steps"),
         (["--pinned-bytes-max", "banana"], "--pinned-bytes-max: expected a number of bytes"),

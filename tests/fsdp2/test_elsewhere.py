@@ -42,5 +42,5 @@ def test_they_are_found(kind: str, look: str) -> None:
 @pytest.mark.parametrize("look", LOOKS)
 def test_those_of_a_taken_gradient_are_refused(look: str) -> None:
     stand_in: Any = SimpleNamespace(taken=Taken.FOR_STEP, refusal=lambda: refusal("weight"))
-    with pytest.raises(InfinityError, match=r"the gradient of weight is used or changed"):
+    with pytest.raises(InfinityError, match=r"gradient of weight was already consumed"):
         LOOKS[look](_made(torch.Size((3,)), (1,), torch.device("cpu"), stand_in))

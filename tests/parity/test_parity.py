@@ -108,7 +108,7 @@ def test_a_model_paged_for_another_optimizer_is_refused_with_the_moments(nvme_pa
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         swap.page(model, infinity.PagingOptions(moments=["momentum_buffer"]))
         with pytest.raises(
-            infinity.ConfigError, match=r"PagedAdamW keeps exp_avg and exp_avg_sq .* room for momentum_b"
+            infinity.ConfigError, match=r"PagedAdamW keeps exp_avg and exp_avg_sq .* paged for momentum_b"
         ):
             infinity.PagedAdamW(model.parameters(), swap=swap)
         infinity.PagedSGD([{"params": model.parameters()}], swap=swap, lr=0.1)

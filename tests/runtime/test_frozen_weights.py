@@ -220,7 +220,7 @@ def test_values_can_be_looked_at_and_loaded_but_not_changed(nvme_path: Path) -> 
         there = adapted.values(engine)
         engine.module.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
         frozen = engine.module.blocks[1].first.base.weight
-        with pytest.raises(InfinityError, match=r"blocks\.1\.first\.base\.weight is frozen and rests in .*safetensors"):
+        with pytest.raises(InfinityError, match=r"blocks\.1\.first\.base\.weight is frozen and stored in"):
             frozen.data.zero_()
         assert all(torch.equal(there[name], value) for name, value in adapted.values(engine).items())
         adapted.train(engine, case)

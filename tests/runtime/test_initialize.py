@@ -171,7 +171,7 @@ def test_auto_updates_ahead_of_a_step_that_clips_where_it_can_and_there_is_space
 def test_space_for_updates_ahead_that_were_asked_for_is_named(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "free_bytes", lambda path: 21 << 20)
     settings = config(nvme_path, infinity={"update": "backward"}, gradient_clipping=1.0)
-    said = 'with the second slot that infinity.update "forward" does without: 21.59 MiB are needed on .*, where 21.00 MiB are'
+    said = 'second slots that infinity.update "forward" avoids: 21.59 MiB are needed on .*, where 21.00 MiB are'
     refused(infinity.StoreError, said, settings, model=bare())
 
 
@@ -187,9 +187,9 @@ def test_space_that_vanishes_while_it_is_reserved(nvme_path: Path, monkeypatch: 
 def test_a_pool_too_small_for_one_group_names_the_number_that_does(nvme_path: Path) -> None:
     wide = model(2, 2048)  # 4 Mi elements: 8 MiB of bf16 in each group
     settings = config(nvme_path, infinity={"pinned_bytes_max": "16MiB"})
-    with pytest.raises(infinity.BudgetError, match=r"too small for group 1\.0.* (\d+) bytes .* would do") as caught:
+    with pytest.raises(infinity.BudgetError, match=r"too small for group 1\.0.* (\d+) bytes") as caught:
         infinity.initialize(model=wide, config=settings)
-    needed = int(str(caught.value).split(" so ")[1].split(" bytes")[0])
+    needed = int(str(caught.value).split(" at least ")[1].split(" bytes")[0])
     settings["infinity"]["pinned_bytes_max"] = needed
     engine, *_ = infinity.initialize(model=model(2, 2048), config=settings)
     with engine:
@@ -214,7 +214,7 @@ def test_a_sub_group_size_beyond_the_pool_is_cut_down_to_it(nvme_path: Path, hel
 def test_a_pool_too_small_leaves_the_model_as_it_was(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = model(2, 2048).bfloat16()
     small = config(nvme_path, infinity={"pinned_bytes_max": "16MiB"})
-    refused(infinity.BudgetError, "would do", small, model=wide)
+    refused(infinity.BudgetError, "raise it to at least", small, model=wide)
     assert all(p.dtype is torch.bfloat16 for p in wide.parameters())
     wide(torch.ones(1, 8, dtype=torch.bfloat16))
     enough = config(nvme_path, infinity={"pinned_bytes_max": "64MiB"})

@@ -490,7 +490,7 @@ def test_a_checkpoint_of_muon_goes_on_in_memory_and_on_nvme(saved_in: str, nvme_
             "Muon",
             "nvme",
             "bf16",
-            r"for the two moments of Adam and AdamW, and this optimizer keeps exp_avg and .* momentum",
+            r"for the two moments of Adam and AdamW, .* keeps exp_avg and .* momentum",
         ),
         ("SGD", "nvme", "8bit", r"moments_dtype 8bit is for Adam and AdamW alone: leave it out for SGD"),
         ("AdamW", "none", "bf16", r"set offload_optimizer to nvme or cpu, or leave"),

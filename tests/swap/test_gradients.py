@@ -476,7 +476,7 @@ def test_a_forward_in_a_backward_that_has_updated_its_weights_is_refused(nvme_pa
                 output.register_hook(lambda grad: model(batch(1)).sum() * 0 + grad)
 
         model.blocks[0].register_forward_hook(watch)  # type: ignore[index]
-        with pytest.raises(infinity.InfinityError, match=r"in a backward that has updated its weights already"):
+        with pytest.raises(infinity.InfinityError, match=r"has already updated its weights"):
             model(batch(0)).float().square().mean().backward()
 
 

@@ -164,7 +164,7 @@ def test_two_names_are_used_at_once(swap: SwapManager) -> None:
 def test_tensor_larger_than_the_pool_names_what_would_do(nvme_path: Path) -> None:
     tensor = torch.zeros(POOL_BYTES + 1, dtype=torch.uint8)
     with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
-        with pytest.raises(BudgetError, match=r"tensor 'big' of 8\.00 MiB .*: pinned_bytes_max=8392704 would do"):
+        with pytest.raises(BudgetError, match=r"tensor 'big' of 8\.00 MiB .* at least 8392704"):
             swap.tensors.register("big", tensor)
         assert swap.stats().arena_bytes == 0
         with pytest.raises(KeyError):

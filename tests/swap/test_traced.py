@@ -147,7 +147,7 @@ def test_everything_has_its_name_and_every_stall_its_cause(found: Any) -> None:
     assert all(
         name.startswith(("group ", "sub-group ")) for row in names if row.startswith("drive") for name in names[row]
     )
-    causes = ("wait for the read of ", "wait for the write of ", "wait for all that is under way")
+    causes = ("wait for the read of ", "wait for the write of ", "wait for all transfers")
     assert all(name.startswith(causes) for name in names["stall"])
     assert sum((each["row"], each["name"]) == ("step", "forward") for each in events) == STEPS
 
