@@ -1,4 +1,4 @@
-"""Everything that knows FSDP2: what it shards and gathers, under which names, and its levers."""
+"""The only folder that knows FSDP2: its groups, parameter names, hooks and settings."""
 
 import os
 
@@ -6,6 +6,6 @@ import torch
 
 from infinity.torch_versions import ANYWAY, why_too_old
 
-# Before a module here asks for what that torch doesn't have.
+# Check first: the modules of this folder import names that an older torch lacks.
 if (_why := why_too_old(torch.__version__)) is not None and os.environ.get(ANYWAY) != "1":
     raise ImportError(f"{_why}, or set {ANYWAY}=1 to try this one")

@@ -1,13 +1,12 @@
-"""What the tensors of a model are called in files of a part of it, and which of them those files don't hold: files of
-the model that PEFT has put adapters into, or of the one that a LightningModule holds.
+"""Names of a model's tensors in weight files of a part of it: below PEFT's adapters or inside a LightningModule.
 
-PEFT itself is never imported: its modules are known by their attributes.
+PEFT is never imported; its modules are recognised by their attributes.
 
 [Note: Weights of a part]
-A file knows nothing of what its model was put into. The parts that it may be of are the model itself, the modules in it that
-hold all of its parameters, one in the other, and the models of PEFT, which may have other modules beside them. It is of the
-part in which the most names fit, the outermost where several do alike. One choice holds for all tensors: "model.norm" may be
-one tensor's name in the whole and another one's in the part.
+A weight file does not say which part of the model it belongs to. Candidates are the model
+itself, each nested module that holds all parameters, and each PEFT model, which may have other modules next to it. The
+part that matches the most names is chosen; of several, the outermost. One choice holds for all tensors: "model.norm"
+may name one tensor in the whole and another in the part.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from infinity.fsdp2.experts import with_parts
 from infinity.fsdp2.names import clean_name, parameter_names
 
 _LEAVES_WEIGHTS = (True, False, "gaussian", "orthogonal")
-"""Of `init_lora_weights`: what changes nothing of the model below."""
+"""Values of `init_lora_weights` that leave the base weights unchanged."""
 _DRAWN_EMPTY = (True, "gaussian")
-"""... and what can be drawn without its values."""
+"""Values of `init_lora_weights` that can be drawn without the base weights."""
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a model of PEFT."""
+    """Return True if the module is a PEFT model."""
     return bool(adapter_configs(model))
 
 
 def adapter_configs(module: nn.Module) -> Mapping[str, Any]:
-    """The configs of a model of PEFT, by the name of the adapter; none of another module, whatever it keeps under that name."""
+    """Return the configs of a PEFT model by adapter name; empty for any other module."""
     configs = getattr(module, "peft_config", None)
     if not isinstance(configs, Mapping) or not all(hasattr(config, "peft_type") for config in configs.values()):
         return {}
@@ -43,7 +42,7 @@ def adapter_configs(module: nn.Module) -> Mapping[str, Any]:
 
 
 def models_with_adapters(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost models of PEFT, by what the names of their tensors begin with: "" where it is the model itself."""
+    """Return the outermost PEFT models by the prefix of their tensor names: "" for the model itself."""
     outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         prefix = _prefix(name)
@@ -53,10 +52,10 @@ def models_with_adapters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def names_in_files(model: nn.Module, stored: Collection[str]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """A function of a tensor's own names: all that it may have in files that hold the names `stored`. None of a tensor that is
-    not in the part whose files they are: [Note: Weights of a part].
+    """Return a function that maps a tensor's own names to all its possible names in files that hold the names `stored`.
 
-    Of a copy that is trained as a whole (`modules_to_save`), those of its original, and of what that is tied to.
+    The function returns no names for a tensor outside the part that the files belong to: [Note: Weights of a part]. A
+    fully trained copy (`modules_to_save`) has the names of its original, and of tensors tied to the original.
     """
     adapted = models_with_adapters(model)
     names_of = parameter_names(model)
@@ -75,24 +74,25 @@ def names_in_files(model: nn.Module, stored: Collection[str]) -> Callable[[tuple
 
 
 def is_copy(name: str) -> bool:
-    """Whether it is of a module that is trained as a whole beside its original."""
+    """Return True if the tensor belongs to a copy of a module that PEFT trains as a whole (`modules_to_save`)."""
     return "modules_to_save" in name.split(".")
 
 
 @dataclass(frozen=True)
 class LeftToModel:
-    """First names of parameters that files of the model below don't give values to: `drawn` get first values of their own,
-    `have_values` have theirs already."""
+    """First names of parameters that files of the base model do not set: `drawn` are initialised here, `have_values`
+    already have values."""
 
     drawn: frozenset[str] = frozenset()
     have_values: frozenset[str] = frozenset()
 
 
 def left_to_model(model: nn.Module, stored: Collection[str], blank: Collection[str]) -> LeftToModel:
-    """Of a model of PEFT, or one that holds such a model: the adapters, and what has values already of copies and of what is
-    beside the model of PEFT.
+    """Return the parameters of a PEFT model, or of a model around one, that the files do not set.
 
-    stored: the names in the files. blank: the first names of parameters without values.
+    These are the adapters, copies that have values, and parameters with values outside the PEFT model.
+
+    stored: names in the files. blank: first names of parameters without values.
     """
     if not models_with_adapters(model):
         return LeftToModel()
@@ -109,7 +109,7 @@ def left_to_model(model: nn.Module, stored: Collection[str], blank: Collection[s
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ConfigError where adapters have begun with a change of the model below, which its files would undo."""
+    """Raise ConfigError if an adapter was initialised by changing base weights, which loading would undo."""
     configs = [
         config for adapted in models_with_adapters(model).values() for config in adapter_configs(adapted).values()
     ]
@@ -117,25 +117,25 @@ def check_adapters(model: nn.Module) -> None:
         how = getattr(config, "init_lora_weights", True)
         if how not in _LEAVES_WEIGHTS:
             raise ConfigError(
-                f"init_lora_weights={how!r} changes the weights of the model, and weights= would set them back: leave weights= "
-                'out, or take True or "gaussian"'
+                f"init_lora_weights={how!r} changes the base weights, and weights= would overwrite them: omit "
+                'weights=, or use True or "gaussian"'
             )
 
 
 def reset_adapters(configs: Mapping[str, Any], module: Any) -> None:
-    """Give a layer's LoRA adapters PEFT's own first values."""
+    """Give a layer's LoRA adapters PEFT's own initial values."""
     for adapter in [*module.lora_A, *module.lora_embedding_A]:
         how = configs[adapter].init_lora_weights
         if how not in _DRAWN_EMPTY or getattr(configs[adapter], "peft_type", "LORA") != "LORA":
             raise ConfigError(
-                f'adapters on the meta device begin with init_lora_weights True or "gaussian", not {how!r} '
+                f'adapters on the meta device need init_lora_weights True or "gaussian", not {how!r} '
                 f"({getattr(configs[adapter], 'peft_type', 'LORA')}): build the model in memory"
             )
         module.reset_lora_parameters(adapter, how)
 
 
 def _base_names(name: str) -> tuple[str, ...]:
-    """What a tensor of a model of PEFT may be called in files of the model below, its own name among it."""
+    """Return the possible names of a PEFT model's tensor in files of the base model, its own name first."""
     names = [name]
     for prefix in ("base_model.model.", "base_model."):
         if name.startswith(prefix):
@@ -148,7 +148,7 @@ def _base_names(name: str) -> tuple[str, ...]:
 
 
 def _holding_all(model: nn.Module) -> list[str]:
-    """What names of parameters begin with: "", and then longer by the name of each module that holds all there are."""
+    """Return name prefixes: "", then one for each nested module that holds all parameters, outermost first."""
     parameters = set(model.parameters())
     prefixes, module = [""], model
     while True:
@@ -160,13 +160,13 @@ def _holding_all(model: nn.Module) -> list[str]:
 
 
 def _prefix(module_name: str) -> str:
-    """What the names of the tensors of a module begin with."""
+    """Return the prefix of the names of a module's tensors."""
     clean = clean_name(module_name)
     return f"{clean}." if clean else ""
 
 
 def _lora_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that `reset_adapters` gives values to."""
+    """Return the names of the parameters that `reset_adapters` sets."""
     owned = {
         p
         for module in model.modules()
@@ -178,7 +178,7 @@ def _lora_parameters(model: nn.Module) -> set[str]:
 
 
 def _original(name: str) -> str | None:
-    """Of a tensor of a copy: its original's name."""
+    """Return the original's name for a tensor of a copy; None for any other tensor."""
     parts = name.split(".")
     if not is_copy(name):
         return None

@@ -1,17 +1,18 @@
-"""Host memory that FSDP2's collectives use again and again, where a CPU computes. Any thread.
+"""Reused host memory for FSDP2's collectives on a CPU. Any thread.
 
 [Note: Reused buffers]
-Every block that glibc maps for a buffer is cleared page by page when it is first touched, and unmapped when it is dropped. For
-200 M parameters the fp32 buffers of a step's reductions are 1.6 GB, 400 000 minor faults: more time than the copies into them.
-So they come from here and return when the last tensor over them is gone. No caller has to give one back, and an exception,
-at whatever line, can't lend one twice: what it interrupts is garbage.
+glibc maps new memory for each large buffer and unmaps it when the buffer is dropped; the kernel clears every page
+on first touch. For 200 M parameters the fp32 reduction buffers of a step are 1.6 GB: 400 000 minor faults,
+more time than the copies into them. So buffers are lent from here and return when the last tensor over them is dropped.
+No caller has to return one. An exception at any line cannot cause a double loan, because the interrupted objects are
+simply garbage.
 
-gloo's own thread lets go of its tensors some time after the collective has returned: milliseconds on an idle machine, more on a
-busy one, and the blocks would be late. So a collective works on tensors over the same memory that are not lent. After one that
-failed its blocks are never lent again, as gloo may still be writing to them.
+gloo's thread drops its tensors some time after the collective has returned: milliseconds on an idle machine, longer on
+a busy one. To get the blocks back in time, a collective works on unlent tensors over the same memory. After a failed
+collective its blocks are never lent again, because gloo may still be writing to them.
 
-Over one rank FSDP2 copies what goes into a reduction to what comes out of it. It is given the same tensor for both, and torch's
-copy of a tensor to itself does nothing.
+On one rank FSDP2 copies a reduction's input to its output. It gets the same tensor for both, and torch's copy of a
+tensor to itself does nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from infinity.fsdp2.sharding import ShardedGroup, param_groups_of
 
 
 def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffers:
-    """Have the collectives of the groups of a model take their buffers from one store, which is returned.
+    """Make the collectives of a model's groups take their buffers from one store, and return the store.
 
-    alone: whether the model is sharded over one rank. What the user made of a collective stays. The largest group but
-    the root says what may lie idle: the root's buffers are allocated each time if they are larger.
+    alone: True if the model is sharded over one rank. Collectives that the user replaced are left unchanged. The
+    largest group other than the root bounds the idle memory, so larger root buffers are allocated each time.
     """
     nbytes = {group.name: 4 * sum(parameter.shape.numel() for parameter in group.parameters) for group in groups}
     buffers = ReusedBuffers(3 * max(nbytes[name] for name in nbytes if name != "root" or len(nbytes) == 1))
@@ -45,38 +46,38 @@ def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffe
 
 
 class ReusedBuffers:
-    """Host memory that is lent as tensors, and comes back when they and all their views are gone.
+    """Host memory that is lent as tensors, and returns when the tensor and all its views are dropped.
 
-    idle_bytes_max: how much may wait to be lent again; what comes back beyond it is freed.
+    idle_bytes_max: upper bound of idle memory; blocks returned beyond it are freed.
     """
 
     def __init__(self, idle_bytes_max: int) -> None:
         self.made = 0
-        """Blocks that were newly allocated."""
+        """Number of blocks allocated."""
         self._idle_bytes_max = idle_bytes_max
         self._idle: dict[int, torch.Tensor] = {}
-        """By id. Blocks come back on any thread, at any line: only what the interpreter does in one piece touches this."""
+        """By id. Blocks return on any thread, at any line, so only atomic operations of the interpreter touch this."""
         self._lent: dict[int, torch.Tensor] = {}
-        """By address; as `_idle`."""
+        """By address; same rule as `_idle`."""
         self._abandoned: list[tuple[torch.Tensor, ...]] = []
 
     @property
     def idle_bytes(self) -> int:
-        """Of blocks that wait to be lent again."""
+        """Bytes of idle blocks."""
         return sum(block.nbytes for block in [*self._idle.values()])
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor (1-D) of `numel` elements, whatever they are."""
+        """Return an uninitialised 1-D tensor of `numel` elements."""
         nbytes = numel * dtype.itemsize
         by_size = sorted(self._idle.values(), key=lambda block: block.nbytes)
         fitting = [block for block in by_size if block.nbytes >= nbytes]
         block = self._idle.pop(id(fitting[0]), None) if fitting else None
         if block is None:
             if by_size and not fitting:
-                self._idle.pop(id(by_size[0]), None)  # so that blocks which fit nothing any more leave
+                self._idle.pop(id(by_size[0]), None)  # so that blocks that no longer fit anything are dropped
             block = torch.empty(nbytes, dtype=torch.uint8)
             self.made += 1
-        lent = block.numpy()[:nbytes]  # what torch keeps for as long as there is a tensor over it
+        lent = block.numpy()[:nbytes]  # torch keeps this alive while a tensor over it exists
         self._lent[block.data_ptr()] = block
         weakref.finalize(lent, self._take_back, block).atexit = False
         return torch.from_numpy(lent).view(dtype) if numel else torch.empty(0, dtype=dtype)
@@ -84,7 +85,7 @@ class ReusedBuffers:
     def collect(
         self, collective: Callable[..., Any], *tensors: torch.Tensor, async_op: bool = False, **others: Any
     ) -> Any:
-        """Have a collective work on what was lent. See [Note: Reused buffers]."""
+        """Run a collective on lent tensors: [Note: Reused buffers]."""
         if async_op:
             return collective(*tensors, async_op=True, **others)
         try:
@@ -95,7 +96,7 @@ class ReusedBuffers:
 
     def _unlent(self, tensor: torch.Tensor) -> torch.Tensor:
         block = self._lent.get(tensor.untyped_storage().data_ptr())
-        if block is None:  # not from here
+        if block is None:  # not lent by this store
             return tensor
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         return tensor.new_empty(0).set_(block.untyped_storage(), *place)
@@ -119,12 +120,12 @@ class _Gather(DefaultAllGather):
 
 
 class _Reduction(DefaultReduceScatter):
-    """See [Note: Reused buffers]."""
+    """Reduce-scatter that uses one buffer for input and output on one rank: [Note: Reused buffers]."""
 
     def __init__(self, buffers: ReusedBuffers, *, alone: bool) -> None:
         self._buffers, self._alone = buffers, alone
         self._goes_in: weakref.ref[torch.Tensor] | None = None
-        """Over one rank: what was lent for a reduction that has not been given where its result goes."""
+        """On one rank: the input buffer of a reduction whose output is not yet allocated."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         numel = _numel(size)

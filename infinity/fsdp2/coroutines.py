@@ -1,11 +1,11 @@
-"""A function that pauses in its middle, wherever it is, so that others run meanwhile. Training thread only.
+"""Functions that can pause at any depth while others run. Training thread only.
 
 [Note: What a pause leaves behind]
-A greenlet has a stack and context variables of its own, and shares all else with its thread. What torch keeps for the thread
-has to be right for each that runs. Random number generators and hooks on saved tensors are taken along: activation
-checkpointing calls a block inside such hooks. Inside any other context (no_grad, autocast, a dispatch mode,
-warnings.catch_warnings) a function can't pause, since the others would run in that context, too. It can't end with such a
-setting changed either.
+A greenlet has its own stack and context variables and shares all other thread state.
+torch's thread state must be correct for whichever greenlet runs. Random generators and saved-tensor hooks are switched
+with the greenlet: activation checkpointing calls a block inside such hooks. Inside any other context (no_grad,
+autocast, a dispatch mode, warnings.catch_warnings) a function cannot pause, because the others would run in that
+context too. It also cannot end with such a setting changed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 
 class CannotPause(Exception):
-    """Why a function can't, in words."""
+    """A function cannot pause here; the message says why."""
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """Of torch's generators: the CPU's, and that of the GPU in use."""
+    """State of torch's generators: the CPU's, and that of the current GPU."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -42,7 +42,7 @@ class RandomState:
 
     @staticmethod
     def seeded(seed: int) -> RandomState:
-        """As after `torch.manual_seed`."""
+        """Return the state after `torch.manual_seed(seed)`; the generators stay unchanged."""
         before = RandomState.now()
         torch.manual_seed(seed)
         seeded = RandomState.now()
@@ -51,7 +51,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
-        """Around what draws these. The generators are as before after it."""
+        """Use these generator states inside the block, and restore the previous ones after it."""
         before = RandomState.now()
         self.set()
         try:
@@ -66,9 +66,9 @@ class RandomState:
 
 
 class Coroutine:
-    """Runs `function` until it pauses, and continues from there, in a copy of the caller's context variables.
+    """Runs `function` in a copy of the caller's context variables until it pauses, and continues it from there.
 
-    random: what the generators give it.
+    random: the generator states it starts with.
     """
 
     def __init__(self, function: Callable[[], Any], random: RandomState) -> None:
@@ -76,19 +76,19 @@ class Coroutine:
         self._greenlet.gr_context = self.context = contextvars.copy_context()
         self._function = function
         self.random = random
-        """What the generators give it when it continues."""
+        """Generator states for when it continues."""
         self._surroundings, self._hooks_outside = _surroundings(), _count_hooks()
         self.waits_for: Any = None
-        """What it was about to do when it paused."""
+        """The argument of the last `pause`."""
         self.result: Any = None
-        """Of the function, once it is done."""
+        """The function's return value, once it is done."""
 
     @property
     def is_done(self) -> bool:
         return bool(self._greenlet.dead)
 
     def go_on(self) -> None:
-        """Run it until it pauses or is done. Raises what it raises."""
+        """Run it until it pauses or is done; raise what it raises."""
         with self.random.within():
             try:
                 self._greenlet.switch()
@@ -96,9 +96,9 @@ class Coroutine:
                 self.random = RandomState.now()
 
     def pause(self, waits_for: Any) -> None:
-        """In it: let the caller of `go_on` go on. Raises CannotPause: see [Note: What a pause leaves behind]."""
+        """Called inside the function: return to the caller of `go_on`. Raises CannotPause: see the note above."""
         if elsewhere := self._elsewhere():
-            raise CannotPause(f"its blocks are called in a context of their own ({elsewhere})")
+            raise CannotPause(f"its blocks are called inside a context ({elsewhere})")
         self.waits_for = waits_for
         hooks = _take_hooks(leave=self._hooks_outside)
         try:
@@ -108,17 +108,17 @@ class Coroutine:
             _put_on(hooks)
 
     def end(self) -> None:
-        """End it where it paused: its contexts are left as by an exception."""
+        """End it where it paused; its context managers exit as after an exception."""
         if self._greenlet:
             self._greenlet.throw(GreenletExit)
 
     def _run(self) -> None:
         self.result = self._function()
         if elsewhere := self._elsewhere():
-            raise CannotPause(f"a forward changes a setting of torch's ({elsewhere})")
+            raise CannotPause(f"a forward changes a torch setting ({elsewhere})")
 
     def _elsewhere(self) -> str | None:
-        """In words, what is not as it was when this coroutine was made."""
+        """Return the name of a setting that changed since this coroutine was made, or None."""
         here = _surroundings()
         return next((name for name, now in here.items() if now != self._surroundings[name]), None)
 
@@ -127,7 +127,7 @@ _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _surroundings() -> dict[str, object]:
-    """The contexts that torch keeps for this thread, by name."""
+    """Return torch's settings and contexts of this thread, by name."""
     return {
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast on the CPU": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
@@ -148,12 +148,12 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "precision of matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 }
-"""Of torch, which a plain call changes."""
+"""torch settings that a plain call changes: (get, set)."""
 
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """Around what may leave `_SETTINGS` changed where CannotPause ends it."""
+    """Restore `_SETTINGS` if CannotPause ends the block."""
     before = {name: get() for name, (get, _) in _SETTINGS.items()}
     try:
         yield
@@ -166,7 +166,7 @@ def settings_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_saving() -> Iterator[None]:
-    """Around what saves tensors without the hooks on them that are in effect."""
+    """Disable the current saved-tensor hooks inside the block."""
     hooks = _take_hooks(leave=0)
     try:
         yield
@@ -175,7 +175,7 @@ def without_saving() -> Iterator[None]:
 
 
 def _take_hooks(*, leave: int) -> list[tuple[Any, Any]]:
-    """Take the hooks on saved tensors off that are in effect, innermost last, but for the first ones, and return them."""
+    """Remove all but the first `leave` active saved-tensor hooks, and return the removed ones, innermost last."""
     hooks: list[tuple[Any, Any]] = []
     top: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
     while (innermost := top(True)) is not None:

@@ -1,4 +1,4 @@
-"""Where the backward of a micro-batch is cut in two. Training thread only."""
+"""Splits the backward of a micro-batch into two parts. Training thread only."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from infinity.fsdp2.running_group import grad_tensors
 
 
 class Cut:
-    """The inputs of a group, of one micro-batch. The backward from its loss ends at them; `remaining` says where it continues.
+    """A cut at the inputs of a group for one micro-batch: the backward from its loss ends there; `remaining` continues.
 
-    Gradients that wait are those which autograd would have summed up to here, in the same order, so the bits are those of one
-    backward.
+    The gradients kept at the cut are the sums that autograd would have had there, in the same order. So the bits equal
+    those of one backward.
     """
 
     def __init__(self) -> None:
         self._inputs: list[torch.Tensor] = []
         self._grads: list[torch.Tensor | None] = []
         self.began_at = 0
-        """The sequence number of autograd's last node before those that the backward comes to."""
+        """Sequence number of autograd's last node before the cut."""
 
     def apply(self, inputs: Any) -> Any:
-        """The same inputs, from which no backward goes further. Raises ValueError where they hold a tensor with a gradient
-        that can't be replaced."""
+        """Return the same inputs, detached so that the backward stops at them.
+
+        Raises ValueError if they hold a tensor with a gradient that can't be replaced.
+        """
         cut: dict[int, torch.Tensor] = {}
 
         def replaced(value: Any) -> Any:
@@ -45,60 +47,60 @@ class Cut:
         self.began_at = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
         inputs, present = tree_map(replaced, inputs), {*map(id, grad_tensors(inputs))}
         if not present <= cut.keys():
-            raise ValueError("a tensor is where torch's trees don't find it")
+            raise ValueError("a tensor is in a container that torch.utils._pytree does not know")
         return inputs
 
     @property
     def remaining(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The inputs for which a gradient came, and that gradient."""
+        """Return the inputs that received a gradient, with the gradient."""
         return [(tensor, grad) for tensor, grad in zip(self._inputs, self._grads, strict=True) if grad is not None]
 
     def is_passed(self, loss: torch.Tensor) -> bool:
-        """Whether a backward from a loss would come to what was computed before the cut."""
+        """Return True if a backward from `loss` would reach nodes computed before the cut."""
         nodes = _nodes([loss])
         return any(not _is_leaf(node) and node._sequence_nr() < self.began_at for node in nodes)
 
     def leaves_on_both_sides(self, loss: torch.Tensor) -> Counter[torch.Tensor]:
-        """Leaves that get a gradient of the backward from a loss, by how many the rest has for them."""
+        """Return the leaves that get a gradient from both parts, with the number of their uses in the second part."""
         first, later = _leaves([loss]), _leaves(self._inputs)
         return Counter({leaf: later[leaf] for leaf in first if leaf in later})
 
 
 @dataclass(eq=False)
 class Remaining:
-    """What a backward from a loss of several micro-batches is still to do, most of which went back already.
+    """The remaining backward of a loss of several micro-batches, most of which have already run their backward.
 
-    grads: for the inputs at which they were cut, from a loss whose gradient is `expected`.
+    grads: gradients for the inputs at the cuts, computed for a loss gradient of `expected`.
     """
 
     grads: list[torch.Tensor]
     expected: float
     why_void: str | None = None
-    """Why it can't be done any more."""
+    """Reason why the backward can no longer run; None if it can."""
     check: Callable[[], str | None] = lambda: None
-    """Looks for such a reason."""
+    """Callback that returns another such reason, or None."""
 
     def take(self, grad: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients, once. Raises InfinityError where they are void, or `grad` isn't what was expected."""
+        """Return the gradients, once. Raises InfinityError if they are void, or if `grad` differs from `expected`."""
         if self.why_void is None and grad.item() != self.expected:
             self.why_void = (
-                f"it got a gradient of {grad.item():g} instead of {self.expected:g}; pass it to engine.backward as the model "
-                "returned it"
+                f"its gradient is {grad.item():g} instead of {self.expected:g}; pass the loss to engine.backward as "
+                "the model returned it"
             )
         if why := self.why_void or self.check():
             raise InfinityError(
-                f"the loss of a batch that was split (infinity.micro_batches) can't go back: {why}; call engine.zero_grad(), "
-                "then forward and backward once more"
+                f"cannot run the backward of a batch that was split (infinity.micro_batches): {why}; call "
+                "engine.zero_grad(), then repeat forward and backward"
             )
-        self.why_void, grads, self.grads = "it went back already", self.grads, []
+        self.why_void, grads, self.grads = "the backward already ran", self.grads, []
         return grads
 
 
 class Joined(torch.autograd.Function):
     """A loss of several micro-batches: `apply(remaining, loss, last, *inputs)`.
 
-    Its value is `loss`. Its backward continues in `last`, the part of the last micro-batch, and in the inputs at which the
-    others were cut.
+    Its value is `loss`. Its backward continues in `last`, the loss of the last micro-batch, and in the inputs at the
+    cuts of the others.
     """
 
     @staticmethod
@@ -112,7 +114,7 @@ class Joined(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """The same values; notes the gradient that comes for them."""
+    """Identity that records the gradient it receives."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor | None], number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,7 +138,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _nodes(roots: list[torch.Tensor]) -> Iterator[Any]:
-    """Those of autograd that a backward from `roots` comes to."""
+    """Yield the autograd nodes that a backward from `roots` reaches."""
     seen: set[Any] = set()
     ahead: list[Any] = [root.grad_fn for root in roots]
     while ahead:

@@ -1,7 +1,7 @@
-"""What all tensors have in common whose elements are not in their own storage.
+"""Base class of tensors whose elements are not in their own storage.
 
-Most of torch passes the dispatcher, where each class of them has its say. The rest would read whatever lies at the address of
-a storage that holds nothing.
+Most of torch goes through the dispatcher, which each subclass handles. The functions here bypass the dispatcher and
+would read the empty storage.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 class ElsewhereTensor(torch.Tensor):
-    """A tensor whose elements are elsewhere. Who would look for them in its storage gets those that `materialize` gives."""
+    """A tensor whose elements are elsewhere; functions that would read its storage get the result of `materialize`."""
 
     @abc.abstractmethod
     def materialize(self) -> torch.Tensor:
-        """Its elements as an ordinary tensor of the same shape. Raises InfinityError if they may not be read."""
+        """Return the elements as an ordinary tensor of the same shape. Raises InfinityError if they may not be read."""
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.materialize().numpy(force=force)

@@ -1,18 +1,19 @@
-"""Mixtures of experts: frozen experts as modules of their own, so that only those are gathered that tokens go to.
+"""Mixtures of experts: frozen experts become separate modules, so that only those with tokens are gathered.
 
-transformers itself is never imported: its modules are known by their attributes.
+transformers is never imported; its modules are recognised by their attributes.
 
 [Note: Routed experts]
-Hugging Face's mixtures hold the experts of a block as two tensors, one row to an expert. Gathered with their block, all of them
-would be read for each token, though a router sends it to a few. So frozen ones are split: each expert is a module, and a group.
-A block comes to its experts when its router has chosen. Then it says to which ones tokens go, all of these are read at once,
-and each is gathered when it is computed with. Nobody knows earlier, so experts are in no trace, and nothing reads them ahead of
-their router. Used ones stay staged in what is left of the pool, and the one that wasn't used for longest leaves first.
+Hugging Face stores the experts of a block as two tensors with one row per expert. Gathered with
+their block, all experts would be read, although a router sends each token to a few. So frozen experts are split: each
+is a module and a group. After the router has chosen, the block announces the experts that have tokens. All of these are
+read at once, and each is gathered when it runs. No earlier prediction is possible, so experts are in no trace and are
+not prefetched before their router. Used experts stay staged in the free part of the pool; the least recently used is
+evicted first.
 
-Several ranks gather together, so each computes with every expert that a token of any of them goes to, some without tokens.
+Ranks gather together, so each rank runs every expert that has a token on any of them, some with no tokens.
 
-The numbers are those of the mixture as transformers computes it expert by expert (`experts_implementation` "eager"): the same
-operations on the same tensors in the same order. That is why gate and up stay one matrix, although files hold them as two.
+Results equal those of transformers' expert-by-expert implementation (`experts_implementation` "eager"): the same
+operations on the same tensors in the same order. That is why gate and up stay one matrix, although files store two.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from infinity.errors import ConfigError
 _FUSED = {"gate_up_proj", "down_proj"}
 _EXPERT = re.compile(r"(^|\.)experts\.\d+$")
 _SUMS_IN_FP32 = {"Inkling2Experts"}
-"""Classes that add up what the experts give in another dtype."""
+"""Classes that accumulate expert outputs in another dtype."""
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""What a tensor of one expert is made of, one behind the other, in files of Qwen's kind and of Mixtral's."""
+"""Per tensor of an expert: the tensors that files concatenate to it, with Qwen's names and with Mixtral's."""
 
 
 class Expert(nn.Module):
-    """A gated feed-forward: `gate_up_proj` (2 · inner, hidden), `down_proj` (hidden, inner)."""
+    """A gated feed-forward with weights `gate_up_proj` (2 · inner, hidden) and `down_proj` (hidden, inner)."""
 
     def __init__(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, gate: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -49,29 +50,29 @@ class Expert(nn.Module):
         self._gate = gate
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden) to (tokens, hidden)."""
+        """Map (tokens, hidden) to (tokens, hidden)."""
         return F.linear(self._gate(F.linear(hidden, self.gate_up_proj)), self.down_proj)
 
 
 class RoutedExperts(nn.ModuleList):
-    """The experts of a block, called as Hugging Face's are. See [Note: Routed experts]."""
+    """The experts of a block, with the call signature of Hugging Face's: [Note: Routed experts]."""
 
     def __init__(self, fused: Any) -> None:
         gate = fused._apply_gate
         tensors = zip(fused.gate_up_proj, fused.down_proj, strict=True)
         super().__init__(Expert(*of_expert, gate) for of_expert in tensors)
-        fused._parameters.clear()  # whose gate the experts keep
+        fused._parameters.clear()  # the experts keep a bound method of it
         self.ranks: dist.ProcessGroup | None = None
-        """Those that gather together; None for one."""
+        """The ranks that gather together; None for one rank."""
         self.coming: Callable[[Sequence[int]], None] = lambda numbers: None
-        """Told the experts that are computed with next, in their order."""
+        """Called with the numbers of the experts that run next, in order."""
 
     def forward(self, hidden: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of what each token's experts give.
+        """Return the weighted sum of the outputs of each token's experts.
 
         Args:
             hidden: (tokens, hidden).
-            routes: (tokens, k), the numbers of each token's experts.
+            routes: (tokens, k), the expert numbers of each token.
             weights: (tokens, k).
         """
         made = torch.zeros_like(hidden)
@@ -86,7 +87,7 @@ class RoutedExperts(nn.ModuleList):
     @torch.no_grad()
     def _chosen(self, routes: torch.Tensor) -> list[int]:
         chosen = torch.zeros(len(self) + 1, dtype=torch.int32, device=routes.device)
-        chosen[routes.flatten()] = 1  # the number behind the last says: none
+        chosen[routes.flatten()] = 1  # the number after the last expert means none
         if self.ranks is not None:
             dist.all_reduce(chosen, dist.ReduceOp.MAX, self.ranks)
         numbers: list[int] = chosen[:-1].nonzero().flatten().tolist()
@@ -95,11 +96,11 @@ class RoutedExperts(nn.ModuleList):
 
 
 def split_experts(model: nn.Module, stored: Collection[str]) -> int:
-    """Put routed experts in the place of frozen ones that are one tensor for all; how many blocks had such.
+    """Replace frozen experts that share one tensor by `RoutedExperts`, and return the number of blocks changed.
 
-    stored: the names in the model's files, which must hold experts by themselves. Nothing is done to a model of which more than
-    adapters is trained, as its own tensors are saved under their names. Raises ConfigError where adapters were put into
-    experts, which need the one tensor.
+    stored: names in the model's files, which must store experts separately. A model that trains more than adapters is
+    left unchanged, because its own tensors are saved under their names. Raises ConfigError if experts have adapters,
+    which need the shared tensor.
     """
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     of_model = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]
@@ -114,8 +115,8 @@ def split_experts(model: nn.Module, stored: Collection[str]) -> int:
     ]
     if any(name == "base_layer" for _, name, _ in fused):
         raise ConfigError(
-            "the experts of this mixture have adapters, which need them in one tensor: with weights= each expert is read by "
-            "itself. Leave them out of target_modules and target_parameters"
+            "the experts of this mixture have adapters, which need all experts in one tensor, but weights= reads each "
+            "expert separately: leave the experts out of target_modules and target_parameters"
         )
     split: dict[nn.Module, RoutedExperts] = {}
     for parent, name, child in fused:
@@ -127,17 +128,17 @@ def split_experts(model: nn.Module, stored: Collection[str]) -> int:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The experts that `split_experts` made, each to be a group."""
+    """Return the experts that `split_experts` made; each becomes a group."""
     return [expert for experts in routed_experts(model) for expert in experts]
 
 
 def routed_experts(model: nn.Module) -> Iterator[RoutedExperts]:
-    """Those of all blocks."""
+    """Yield the `RoutedExperts` of all blocks."""
     return (module for module in model.modules() if isinstance(module, RoutedExperts))
 
 
 def parts_in_files(name: str) -> list[tuple[str, ...]]:
-    """What a tensor of a mixture may be called in files, or the tensors that it is there, one behind the other."""
+    """Return the alternative names of a mixture's tensor in files; several names in one are concatenated."""
     of_mixtral = name.replace(".mlp.", ".block_sparse_moe.")
     module, _, tensor = name.rpartition(".")
     if tensor not in _PARTS or not _EXPERT.search(module):
@@ -150,7 +151,7 @@ def parts_in_files(name: str) -> list[tuple[str, ...]]:
 
 
 def with_parts(names: Iterable[str]) -> tuple[str, ...]:
-    """Names in files, and those of the tensors that they may be made of there."""
+    """Return the names, and the names of the tensors in files that they may be concatenated from."""
     names = tuple(names)
     return tuple(dict.fromkeys((*names, *(part for name in names for parts in parts_in_files(name) for part in parts))))
 

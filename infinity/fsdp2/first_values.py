@@ -1,11 +1,11 @@
-"""First values for a model that was built without memory, by its own initialisation, module by module.
+"""Initial values for a model built without memory, made by the model's own initialisation, module by module.
 
 [Note: A model's own initialisation]
-A model may initialise more than it owns: T5, CLIP and GPT-2 draw the weights of a layer's parts when they come to the layer,
-Mamba's mixer scales those of its projections. So modules come in the order of `nn.Module.apply`, parts before the whole, and
-each finds its own parameters in memory and those below it as stand-ins (`_Whole`), which come into memory when first used. What
-changed goes to the shards before the next module's turn. Nothing more than what one module's initialisation touches is held.
-What nothing gave a value to by the end is an error: memory as it comes is no first value.
+A module may initialise more than it owns: T5, CLIP and GPT-2 draw the weights of a layer's parts in the layer, and
+Mamba's mixer scales those of its projections. So modules are initialised in the order of `nn.Module.apply`, parts
+first. Each module has its own parameters in memory; those below it are stand-ins (`_Whole`) that load on first use.
+Changes are written to the shards before the next module, so only the parameters that one module touches are in memory.
+A parameter that is never set is an error, because uninitialised memory is no initial value.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ InitFn = Callable[[nn.Module], Any]
 
 
 class EmptyModels(DeviceContext):
-    """Made by `init_empty`: new tensors are on the meta device, but for those without dimensions, which are as they would be.
+    """Context of `init_empty`: creates tensors on the meta device, except those without dimensions.
 
-    These take no memory to speak of, and what a model makes them of is often all the initialisation they have.
+    Tensors without dimensions take almost no memory, and their creation is often their only initialisation.
     """
 
     def __init__(self) -> None:
@@ -50,27 +50,27 @@ class EmptyModels(DeviceContext):
 
 
 _MAKING = {torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.full, torch.ones, torch.zeros}
-"""What makes tensors of given values."""
+"""Functions that create tensors with given values."""
 
 
 def init_empty() -> EmptyModels:
-    """A context in which modules are built on the meta device: shapes without memory.
+    """Return a context that builds modules on the meta device, with shapes but no memory.
 
-    Use it as `with infinity.init_empty(): model = Model()`; `infinity.initialize` then gives the values. Parameters and buffers
-    without dimensions keep those that they are made with.
+    Use it as `with infinity.init_empty(): model = Model()`; `infinity.initialize` then sets the values. Parameters and
+    buffers without dimensions keep the values they are created with.
     """
     return EmptyModels()
 
 
 def meta_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that have no values yet (all names of a tied one)."""
+    """Return all names of the parameters on the meta device."""
     return {name for name, p in parameters_by_name(model).items() if p.is_meta}
 
 
 def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozenset[str] | None) -> None:
-    """Raise ConfigError, naming them, when modules on the meta device have no way to get values.
+    """Raise ConfigError, naming the modules, if modules on the meta device have no initialisation.
 
-    `stored`: what a file gives values to, all parameters among it; None where there is no file.
+    `stored`: names that a file sets, including all parameters; None without a file.
     """
     ways = {way.module: way for way in _ways(model, init_fn)}
     is_stored = _is_in(stored or frozenset(), model)
@@ -85,8 +85,9 @@ def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozen
     ]
     if lost:
         raise ConfigError(
-            f"built on the meta device without a reset_parameters() method: {', '.join(lost[:5])}"
-            f"{' and more' if len(lost) > 5 else ''}; pass init_fn=... (called with each module) or weights=... to initialize"
+            f"modules on the meta device have no reset_parameters() method: {', '.join(lost[:5])}"
+            f"{' and more' if len(lost) > 5 else ''}; pass init_fn=... (called with each module) or weights=... to "
+            "initialize"
         )
 
 
@@ -97,10 +98,10 @@ def initialize_values(
     init_fn: InitFn | None,
     stored: frozenset[str] = frozenset(),
 ) -> None:
-    """Give values to the parameters in `pending` and to meta buffers, in the model's own way or by `init_fn`.
+    """Initialise the parameters in `pending` and meta buffers, by the model's own methods or by `init_fn`.
 
-    Every rank draws the same numbers, if its generators are in the same state, and keeps its shard. Buffers in `stored` get
-    memory only: a file gives them values afterwards. Raises ConfigError naming parameters and buffers that get none.
+    Every rank draws the same numbers if its generators are in the same state, and keeps its shard. Buffers in `stored`
+    only get memory, because a file sets them later. Raises ConfigError naming parameters and buffers that were not set.
     """
     blank = _allocate_buffers(model, device, stored)
     wholes = _Wholes(model, pending)
@@ -109,7 +110,7 @@ def initialize_values(
             for way in _ways(model, init_fn):
                 if way.module in blank or wholes.concern(way.module, below=way.reaches_below):
                     wholes.initialize(way.module, way.init)
-            for module in model.modules() if init_fn is None else ():  # as their constructors would have
+            for module in model.modules() if init_fn is None else ():  # as their constructors would
                 if wholes.concern(module, below=False) and hasattr(module, "reset_parameters"):
                     wholes.initialize(module, _reset)
     finally:
@@ -117,13 +118,13 @@ def initialize_values(
     lost = [name for module, names in blank.items() for key, name in names.items() if _is_unset(module._buffers[key])]
     if lost:
         raise ConfigError(
-            f"buffers built on the meta device that nothing gave values to: {', '.join(lost)}; set them in the "
+            f"buffers on the meta device were not initialised: {', '.join(lost)}; set them in the "
             "module's reset_parameters() or in init_fn=..., or build them on the CPU"
         )
     if wholes.lacking:
         lost = [names[0] for p, names in parameter_names(model).items() if p in wholes.lacking]
         raise ConfigError(
-            f"parameters built on the meta device that nothing gave values to: {', '.join(lost[:5])}"
+            f"parameters on the meta device were not initialised: {', '.join(lost[:5])}"
             f"{' and more' if len(lost) > 5 else ''}; set them in the module's reset_parameters() or in init_fn=..., "
             "pass weights=..., or build them on the CPU"
         )
@@ -131,7 +132,7 @@ def initialize_values(
 
 @dataclass(frozen=True)
 class _Way:
-    """What initialises a module. `reaches_below`: it is called with every module, for what it may do to the parts of one."""
+    """The initialisation of a module. `reaches_below`: True if it may also set parameters of the module's parts."""
 
     module: nn.Module
     init: InitFn
@@ -139,7 +140,7 @@ class _Way:
 
 
 def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
-    """One for each module that has one, parts before the whole. A Hugging Face model within another one goes its own way."""
+    """Yield the initialisation of each module that has one, parts first. A nested Hugging Face model uses its own."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, of_model: InitFn | None, configs: Mapping[str, Any]) -> Iterator[_Way]:
@@ -168,9 +169,9 @@ def _reset(module: nn.Module) -> None:
 
 
 class _Wholes:
-    """Stands stand-ins in the place of all parameters, until they are put back. See the note of this file.
+    """Replaces all parameters by stand-ins until `put_back`: [Note: A model's own initialisation].
 
-    `lacking`: the parameters that no initialisation gave values to so far.
+    `lacking`: parameters that are not initialised yet.
     """
 
     def __init__(self, model: nn.Module, pending: set[str]) -> None:
@@ -181,7 +182,7 @@ class _Wholes:
         self._fillable = {p for p in names if pending.intersection(names[p])}
         self.lacking = set(self._fillable)
         self._values: dict[nn.Parameter, torch.Tensor] = {}
-        """Those in memory now."""
+        """Parameters in memory now."""
         stand_ins = {p: _Whole.of(p, partial(self._value, p)) for p in names}
         self._stand_ins = {
             module: {k: stand_ins[p] for k, p in parameters.items()} for module, parameters in self._parameters.items()
@@ -190,15 +191,15 @@ class _Wholes:
             module._parameters.update(shown)  # type: ignore[arg-type]
 
     def concern(self, module: nn.Module, *, below: bool) -> bool:
-        """Whether a parameter of the module, or `below` it, is still without a value or may be drawn anew."""
+        """Return True if `initialize` is needed for the module or, if `below`, for its parts too."""
         if not below:
             return any(p in self.lacking for p in self._parameters[module].values())
         return any(p in self._fillable for part in module.modules() for p in self._parameters[part].values())
 
     def initialize(self, module: nn.Module, init: InitFn) -> None:
-        """Let `init` give values to the module's parameters, and to those below it that it touches.
+        """Let `init` set the module's parameters, and those below it that it touches.
 
-        A tied parameter that got its values in an earlier module is not drawn anew.
+        A tied parameter that an earlier module initialised is not drawn again.
         """
         lacking = {k: p for k, p in self._parameters[module].items() if p in self.lacking}
         for name, p in self._parameters[module].items():
@@ -233,7 +234,7 @@ class _Wholes:
 
 
 class _Whole(ElsewhereTensor):
-    """Stands for the whole of a sharded parameter (fp32, on the CPU), whose elements come when something is done with them."""
+    """A stand-in for a whole sharded parameter (fp32, on the CPU) that loads its elements on first use."""
 
     _load: Callable[[], torch.Tensor]
 
@@ -262,7 +263,7 @@ class _Whole(ElsewhereTensor):
 def _allocate_buffers(
     model: nn.Module, device: torch.device, stored: frozenset[str]
 ) -> dict[nn.Module, dict[str, str]]:
-    """Memory for all meta buffers; the full names of those that need values, by module and own name."""
+    """Allocate all meta buffers, and return the full names of those that need values, by module and own name."""
     blank: dict[nn.Module, dict[str, str]] = {}
     is_stored = _is_in(stored, model)
     for prefix, module in model.named_modules():
@@ -279,7 +280,7 @@ def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a buffer or a parameter, whole, filled with a value that no initialisation leaves everywhere."""
+    """Allocate a tensor, filled with a value that no initialisation leaves in every element."""
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if made.is_floating_point() or made.is_complex():
         return made.fill_(math.nan)
@@ -288,14 +289,14 @@ def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _is_unset(tensor: torch.Tensor | None) -> bool:
     if tensor is None or tensor.numel() == 0 or tensor.dtype in (torch.bool, torch.uint8):
-        return False  # no value to tell by
+        return False  # every value may be a valid one
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())
     return bool((tensor == torch.iinfo(tensor.dtype).min).all())
 
 
 def _is_in(stored: frozenset[str], model: nn.Module) -> Callable[[str], bool]:
-    """Whether files with these names hold a buffer of this name."""
+    """Return a function that says if files with these names hold the buffer of a given name."""
     found_as = names_in_files(model, stored)
     return lambda name: not stored.isdisjoint(found_as((name,)))
 

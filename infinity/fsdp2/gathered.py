@@ -1,7 +1,4 @@
-"""Models that are built without memory, and parameters that are looked at or set whole. Training thread only.
-
-DeepSpeed's `zero.Init` and `zero.GatheredParameters`, as far as scripts use them around models that infinity shards.
-"""
+"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`, for models that infinity shards. Training thread only."""
 
 from __future__ import annotations
 
@@ -23,20 +20,20 @@ _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def remember_sharded(model: nn.Module) -> None:
-    """Models whose parameters `GatheredParameters` finds."""
+    """Register a model whose parameters `GatheredParameters` may gather."""
     _sharded.add(model)
 
 
 class Init:
-    """A context in which modules are built without memory for their parameters; buffers are real.
+    """A context that builds modules without memory for their parameters; buffers are allocated.
 
-    `infinity.initialize` gives the values afterwards, module by module, with each module's own `_init_weights` or
-    `reset_parameters`, or from `weights=...`. What the constructor of a larger module does to parameters of its parts has no
-    effect, as under DeepSpeed without GatheredParameters.
+    `infinity.initialize` sets the values later, module by module, by `_init_weights` or `reset_parameters`, or from
+    `weights=...`. Changes that a constructor makes to parameters of its parts have no effect, as in DeepSpeed without
+    GatheredParameters.
 
     Args:
-        enabled: whether to do anything.
-        module and others, as DeepSpeed names them: accepted for compatibility; `initialize` is told where parameters rest.
+        enabled: False makes the context do nothing.
+        module and others, as in DeepSpeed: accepted for compatibility; `initialize` decides where parameters are kept.
     """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
@@ -56,7 +53,7 @@ class Init:
 
 def _without_memory(register: Any) -> Any:
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and param.dim():  # see EmptyModels of what has none
+        if param is not None and not param.is_meta and param.dim():  # without dimensions: see EmptyModels
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
@@ -66,15 +63,15 @@ def _without_memory(register: Any) -> Any:
 class GatheredParameters:
     """A context in which the modules of an initialised model hold the parameters of `params` whole, as fp32 masters.
 
-    Read them through their modules (`layer.weight`, `model.state_dict()`), or take the list that `with ... as whole` gives: the
-    objects in `params` stay sharded. Don't run the model inside. With `modifier_rank`, that rank's values are everybody's
-    afterwards, on NVMe too; without it, changes are forgotten. A collective.
+    Read them through their modules (`layer.weight`, `model.state_dict()`), or use the list from `with ... as whole`:
+    the objects in `params` stay sharded. Do not run the model inside. With `modifier_rank`, all ranks take that rank's
+    values on exit, and they are written to NVMe; without it, changes are discarded. A collective.
 
     Args:
         params: a parameter or several.
-        modifier_rank: whose changes count.
-        fwd_module: accepted; the modules are found without it.
-        enabled: whether to do anything.
+        modifier_rank: rank whose changes are kept.
+        fwd_module: accepted for compatibility; not needed.
+        enabled: False makes the context do nothing.
 
     Raises ConfigError for parameters without values, before `initialize`.
     """
@@ -97,11 +94,11 @@ class GatheredParameters:
             return self._params
         if any(p.is_meta for p in self._params):
             raise ConfigError(
-                "parameters have no values before initialize: set them in reset_parameters() or _init_weights() of their "
-                "module, or pass init_fn=... to initialize"
+                "parameters have no values before initialize: set them in reset_parameters() or _init_weights() of "
+                "their module, or pass init_fn=... to initialize"
             )
         for model in _sharded:
-            reshard(model)  # what is gathered now hides the sharded parameters
+            reshard(model)  # gathered parameters would hide the sharded ones
         self._whole = {
             p: nn.Parameter(full_tensor(p.data, torch.float32), requires_grad=p.requires_grad)
             for p in self._params
@@ -122,12 +119,12 @@ class GatheredParameters:
         if self._modifier_rank is not None and kind is None:
             for whole in self._whole.values():
                 dist.broadcast(whole.data, self._modifier_rank)
-            with raise_on_all_ranks():  # writes to the drive
+            with raise_on_all_ranks():  # writes to the arena
                 for p, whole in self._whole.items():
                     load_full(p, whole.data)
         self._whole.clear()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted. FSDP2 gathers a parameter with its group: one that other modules use must lie in the root group, or in a group
-    around both (`infinity.wrap`)."""
+    """Accepted for compatibility. FSDP2 gathers a parameter with its group: a parameter that other modules use must be
+    in the root group, or in a group around all of them (`infinity.wrap`)."""

@@ -1,24 +1,26 @@
-"""What FSDP2 leaves to its user to know, made right or refused: its groups and states, in classes of our own. Training thread.
+"""Subclasses of FSDP2's groups and states that fix or reject silent errors of FSDP2. Training thread only.
 
-`guard` gives the groups and states of a sharded model these classes, as `fully_shard` gives a module another class. They change
-what FSDP2 does at the points below, and nothing else. Looks past FSDP2's public interface, at what private.py names.
+`guard` gives the groups and states of a sharded model these classes, as `fully_shard` changes the class of a module.
+They change FSDP2 at the points below and nowhere else. Uses private parts of FSDP2, listed in private.py.
 
 [Note: FSDP2's silent traps]
-  * FSDP2 sets its state up in the first pass. One that fails half-way, runs under `inference_mode`, or goes through a part of
-    the model first leaves it unusable. So `guard` sets it up, and every gather leaves inference mode.
-  * A root without gradients stays gathered after its forward, and the model shows the gathered parameters: what is written to
-    them is lost. So a group is released after each forward without gradients.
-  * A gathered parameter that is written to (under `no_grad`, through `.data`, by `Embedding(max_norm=...)`) forgets it, where
-    plain PyTorch keeps it. So the version counter of each is compared, and the write is refused. `.data` of a gathered
-    parameter shares that counter: see `GatheredParameter`.
-  * Gradient hooks (`register_hook`) of a parameter are not called, as autograd sees the gathered one alone. So this one calls
-    them. (FSDP2 calls those of `register_post_accumulate_grad_hook`.)
-  * An input that no loss depends on gets a gradient of zeros, where plain PyTorch has none, and the optimizer decays what made
-    it. So on one rank it gets none. (On several, that a gradient is missing on all of them is not known.)
-  * Over one rank nothing is reduced, but gradients are copied into a buffer in fp32: twice what autograd made of them in 16
-    bits. So `take_unreduced` is asked first, which can use gradients where autograd left them.
-  * A group that runs again in one backward, as reentrant checkpoints do, is reduced once. What comes later stays unreduced
-    until the next step. So its state is reset with each reduction, and the end of the backward reduces what is left.
+  * FSDP2 initialises its state in the first pass. If that pass fails, runs in `inference_mode`, or starts in a part of
+    the model, the state is unusable. So `guard` initialises it, and every gather leaves inference mode.
+  * After a forward without gradients the root stays gathered, and writes to the parameters that the model shows are
+    lost. So a group is released after each forward without gradients.
+  * A write to a gathered parameter (under `no_grad`, through `.data`, by `Embedding(max_norm=...)`) is lost; plain
+    PyTorch keeps it. So each parameter's version counter is compared, and a write raises. `.data` of a gathered
+    parameter shares the counter: see `GatheredParameter`.
+  * Gradient hooks (`register_hook`) of a parameter are not called, because autograd sees only the gathered one. So they
+    are called here. (FSDP2 calls those of `register_post_accumulate_grad_hook`.)
+  * An input that no loss depends on gets a gradient of zeros; plain PyTorch has none. The optimizer would then decay
+    the weights that produced it. So on one rank it gets none. (Several ranks do not know if a gradient is missing on
+    all of them.)
+  * On one rank a reduction only copies gradients into an fp32 buffer, twice the size of 16-bit gradients. So
+    `take_unreduced` is called first, and can use gradients where autograd left them.
+  * A group that runs twice in one backward, as with reentrant checkpoints, is reduced once, and later gradients stay
+    unreduced until the next step. So its state is reset after each reduction, and the end of the backward reduces the
+    remainder.
 """
 
 from __future__ import annotations
@@ -45,16 +47,16 @@ from infinity.fsdp2.private import (
 )
 
 TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
-"""Called with a single CPU rank before gradients are reduced, with what would only be copied: the sharded parameters, and their
-gradients (in their shapes, as autograd left them, not to be changed). Returns those whose gradients it has taken; FSDP2 reduces
-the others."""
+"""Called on a single CPU rank before a reduction that would only copy gradients. Arguments: the sharded parameters and
+their gradients, in the parameters' shapes, read-only. Returns the parameters whose gradients it took; FSDP2 reduces the
+others."""
 
 
 def guard(model: nn.Module, memory: ReusedMemory) -> None:
-    """Set FSDP2's state up for passes through `model`, whether it ran before or not, with the classes of this file.
+    """Initialise FSDP2's state for passes through `model`, whether or not it ran before, with the classes of this file.
 
-    To be called on the root, once its parameters are those that are trained, and have memory. A model without trained
-    parameters keeps gathered what FSDP2 keeps, from one forward to the next. `memory`: for what a CPU gathers.
+    Call it on the root, after its parameters are final and have memory. A model without trained parameters keeps
+    gathered between forwards what FSDP2 keeps. `memory`: for parameters that a CPU gathers.
     """
     assert isinstance(model, FSDPModule)
     states = list(dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)))
@@ -74,19 +76,19 @@ def guard(model: nn.Module, memory: ReusedMemory) -> None:
 
 
 def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """`target` takes the place of `source` as a parameter: it has the hooks that users registered, removable as before."""
+    """Share the hooks that users registered on `source` with `target`, which replaces it; they stay removable."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(source, name):
             setattr(target, name, hooks)
 
 
 def hook_gradients(parameter: Any, leaf: torch.Tensor) -> None:
-    """Have the gradient of `leaf` pass through the hooks of a parameter (FSDP2's), which may be registered at any time."""
+    """Pass the gradient of `leaf` through the hooks of a parameter (FSDP2's), whenever they are registered."""
     leaf.register_hook(partial(_call_hooks, weakref.ref(parameter)))
 
 
 def outside_inference_mode() -> contextlib.AbstractContextManager[object]:
-    """What is made in here may be used in training, too; without gradients where inference mode was on."""
+    """Return a context outside inference mode, without gradients if it was on; tensors made in it can be trained on."""
     return _without_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
@@ -97,7 +99,7 @@ def _without_inference_mode() -> Iterator[None]:
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered parameter. What is written through its `.data` counts as a write to it; another tensor is refused."""
+    """A gathered parameter. Writes through its `.data` count as writes to it; assigning another tensor raises."""
 
     gathered_name: str
 
@@ -107,13 +109,13 @@ class GatheredParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if "gathered_name" in vars(self):  # a copy of it is an ordinary parameter
+        if "gathered_name" in vars(self):  # missing in a copy, which is an ordinary parameter
             raise _written([self.gathered_name])
         set_memory(self, value)
 
 
 def set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    """What `parameter.data = memory` does to an ordinary parameter."""
+    """Do what `parameter.data = memory` does to an ordinary parameter."""
     torch.Tensor.data.__set__(parameter, memory)  # type: ignore[attr-defined]
 
 
@@ -121,7 +123,7 @@ class GuardedState(FSDPState):
     """The state of a module that `fully_shard` was applied to."""
 
     def _register_root_post_backward_final_callback(self) -> None:
-        """A backward comes to the module, perhaps as the first: then nothing has changed yet."""
+        """Called when a backward reaches the module. Before the first, check for writes: nothing has changed yet."""
         if not self._state_ctx.post_backward_final_callback_queued:
             for group in self._all_groups():
                 group.check_unwritten()
@@ -138,43 +140,43 @@ class GuardedState(FSDPState):
 
 
 class GuardedGroup(FSDPParamGroup):
-    """The parameters of one `fully_shard` call."""
+    """The group of one `fully_shard` call."""
 
     def begin(self, state: FSDPState, memory: ReusedMemory, *, keeps_gathered: bool) -> None:
-        """Nothing of the group was ever gathered; FSDP2 looks at its parameters again. `memory`: for what a CPU gathers."""
+        """Initialise the group; FSDP2 reads its parameters again. `memory`: for parameters that a CPU gathers."""
         self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
         self.before_reduction: Callable[[], object] = lambda: None
-        """Called before gradients are reduced; an exception of it leaves them unreduced."""
+        """Called before gradients are reduced; if it raises, they stay unreduced."""
         self.take_unreduced: TakeUnreduced | None = None
         self.came_further: Callable[[float], object] | None = None
-        """Called when a gradient came of a gathered parameter: which share of the group's elements has one now."""
+        """Called when a gathered parameter got its gradient, with the share of the group's elements that have one."""
         self._came_numel = 0
-        """Elements of the gathered parameters of which gradients came in this backward."""
+        """Elements of the gathered parameters that got a gradient in this backward."""
         self._followed: set[Any] = set()
-        """Parameters (FSDP2's) that tell when their gradient came."""
+        """Parameters (FSDP2's) with a hook that reports their gradient."""
         self.after_write: Callable[[], object] = lambda: None
-        """Called when a gathered parameter was found to be written to."""
+        """Called when a write to a gathered parameter was detected."""
         self._forwards = 0
-        """Of the group, within another one of it: a method that was registered as a forward may call the forward."""
+        """Depth of forwards nested in one: a method registered as a forward may call the forward."""
         self._versions: dict[Any, int] = {}
-        """Of the gathered parameters (by FSDP2's), when they were gathered."""
+        """Version counter of each gathered parameter when it was gathered, by FSDP2's parameter."""
         self._hooked: set[Any] = set()
         """Parameters (FSDP2's) whose gradient passes through the user's hooks."""
         self._written: list[str] = []
-        """Names of the gathered parameters that were written to since."""
+        """Names of gathered parameters with a write that was not reported yet."""
         self._reset_sharded_params = False
         for parameter in self.fsdp_params:
             parameter.__class__ = GuardedParameter
             cast(GuardedParameter, parameter).begin(memory)
 
     def unreduced(self) -> dict[Any, tuple[Any, str]]:
-        """The unreduced gradients, by parameter (FSDP2's): the object and attribute that hold one, or the sum of several."""
+        """Return the place (object, attribute) of each parameter's unreduced gradient or sum, by FSDP2's parameter."""
         places: dict[Any, tuple[Any, str]] = {}
         for parameter in self.fsdp_params:
             held = vars(parameter)
-            if "_unsharded_param" not in held:  # it was never gathered
+            if "_unsharded_param" not in held:  # never gathered
                 continue
-            if held.get("unsharded_accumulated_grad") is not None:  # from torch 2.15 on `.grad` has the sum
+            if held.get("unsharded_accumulated_grad") is not None:  # since torch 2.15 `.grad` has the sum
                 places[parameter] = parameter, "unsharded_accumulated_grad"
             elif parameter._unsharded_param.grad is not None:
                 places[parameter] = parameter._unsharded_param, "grad"
@@ -182,21 +184,21 @@ class GuardedGroup(FSDPParamGroup):
 
     @cached_property
     def gathered_numel(self) -> int:
-        """Elements of all its parameters, gathered."""
+        """Number of elements of all its parameters, gathered."""
         return sum(parameter.sharded_param.numel() for parameter in self.fsdp_params)
 
     def check_unwritten(self) -> None:
-        """Raise InfinityError where a parameter was written to while it was gathered, once for each such write."""
+        """Raise InfinityError, once per write, if a parameter was written to while it was gathered."""
         self._note_writes()
         if self._written:
             names, self._written = self._written, []
             raise _written(names)
 
     def forget_writes(self) -> None:
-        """What was written to gathered parameters is void."""
+        """Discard recorded writes."""
         self._written.clear()
 
-    # FSDP2's own methods.
+    # Overrides of FSDP2's methods
 
     def unshard(self, async_op: bool = False) -> None:
         with outside_inference_mode():
@@ -236,27 +238,27 @@ class GuardedGroup(FSDPParamGroup):
         offered: dict[nn.Parameter, torch.Tensor] = {}
         places: dict[nn.Parameter, tuple[Any, str]] = {}
         for parameter, place in unreduced.items():
-            if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):  # not from torch 2.15 on
+            if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15
                 parameter.accumulate_unsharded_grad_if_needed()
             grad = getattr(*place)
             if _is_plain(grad):
                 places[parameter.sharded_param], offered[parameter.sharded_param] = place, grad
-                setattr(*place, None)  # an exception is to leave none of them for the next backward
+                setattr(*place, None)  # so that an exception leaves none of them for the next backward
         for sharded in offered.keys() - self.take_unreduced(offered):
             setattr(*places[sharded], offered[sharded])
 
     def _reduction_copies(self) -> bool:
-        """Whether a reduction does no more than to copy gradients and convert them to fp32."""
+        """Return True if a reduction only copies gradients and converts them to fp32."""
         alone = self.mesh_info.mesh.size() == 1 and self.device.type == "cpu" and self.reduce_grads
         exact = self._reduce_dtype in (None, torch.float32) and self.gradient_divide_factor is None
         return alone and exact and self._all_reduce_hook is None and not self.reduce_scatter_unused_params
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = super()._register_post_backward_hook(args, kwargs)
-        # Over several ranks zeros stay: a gradient of which other ranks have a part is no gradient on none of them.
+        # Several ranks keep the zeros: a gradient that is missing here may exist on another rank.
         if torch.is_grad_enabled() and self.mesh_info.mesh.size() == 1:
             node: Any = next((tensor.grad_fn for tensor in collect_grad_tensors((args, kwargs))), None)
-            if node is not None:  # one for all of them
+            if node is not None:  # one node for all of them
                 node.set_materialize_grads(False)
         return args, kwargs
 
@@ -301,7 +303,7 @@ class GuardedParameter(FSDPParam):
     """A parameter of a `GuardedGroup`. On a CPU its gathered memory comes from `ReusedMemory`."""
 
     def begin(self, memory: ReusedMemory) -> None:
-        """Nothing of it was ever gathered."""
+        """Initialise the parameter as never gathered."""
         self._memory = memory
         self.all_gather_outputs = []
         vars(self).pop("_unsharded_param", None)
@@ -324,7 +326,7 @@ class GuardedParameter(FSDPParam):
 
 
 def _gradient_came(group: weakref.ref[GuardedGroup], gathered: torch.Tensor) -> None:
-    """Autograd has computed the gradient of a gathered parameter."""
+    """Autograd hook: a gathered parameter has its gradient."""
     alive = group()
     if alive is not None and alive.came_further is not None:
         alive._came_numel += gathered.numel()
@@ -341,14 +343,13 @@ def _call_hooks(parameter: weakref.ref[Any], grad: torch.Tensor) -> torch.Tensor
 
 
 def _copy_when_loading(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any) -> None:
-    """`load_state_dict(..., assign=True)` sets the values of the parameters that are there: others would be neither sharded nor
-    trained."""
+    """Make `load_state_dict(..., assign=True)` copy, because assigned parameters would not be sharded."""
     local_metadata.pop("assign_to_params_buffers", None)
 
 
 def _written(names: list[str]) -> InfinityError:
     return InfinityError(
-        f"{', '.join(dict.fromkeys(names))} was changed while it was gathered for a forward or backward, and FSDP2 forgets the "
-        "change when it releases the parameter: change parameters between passes, after model.reshard() if a forward with "
-        "gradients came last; a forward can't change its own weights, as Embedding(max_norm=...) does"
+        f"{', '.join(dict.fromkeys(names))} was changed while gathered for a forward or backward, and FSDP2 would "
+        "discard the change: change parameters between passes, after model.reshard() if the last pass was a forward "
+        "with gradients; a forward can't change its own weights, as Embedding(max_norm=...) does"
     )

@@ -1,13 +1,14 @@
-"""State that outlives a forward: what a model, its hooks and a loss function keep from one call to the next.
+"""State that a model, its hooks and a loss function keep from one call to the next. Training thread only.
 
-A loop over micro-batches has this state in order; micro-batches that take turns would mix it up. So each pass compares it with
-a copy, and sets it back before a loop runs instead. Training thread only.
+A loop over micro-batches changes this state in order; micro-batches that take turns would mix it up. So each pass
+compares the state with a copy, and on a change restores it and runs a loop instead.
 
 [Note: Where state is looked for]
-In attributes and buffers of every module; in variables that hooks and the loss function captured, and attributes of the objects
-whose methods they are; in global and class variables of a model's own classes; in lists, dicts, sets and small objects in
-these; in Python's and NumPy's random numbers, and in generators that a module has. Gathered parameters are compared where they
-are gathered: see running_group.py. State that Python can't list (iterators, files, objects of other languages) is not found.
+In attributes and buffers of every module; in variables captured by hooks and the loss function, and attributes of the
+objects whose methods they are; in global and class variables of a model's own classes; in lists, dicts, sets and small
+objects in these; in the random numbers of Python and NumPy, and in generators that a module has. Gathered parameters
+are compared where they are gathered (guarded.py). State that Python cannot list (iterators, files, objects of other
+languages) is not found.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from infinity.fsdp2.names import clean_name
 _PLAIN = (int, float, complex, str, bytes, frozenset, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, tuple, collections.deque)
 _DEPTH = 3
-"""How deep containers in containers are looked into."""
+"""Maximum depth of nested containers that are searched."""
 _ELEMENTS_MAX = 1000
-"""The elements of longer containers are compared, and not looked into."""
+"""Maximum number of elements of a container that is searched; longer ones are only compared."""
 _COPIED_BYTES_MAX = 64 << 20
-"""Larger tensors are not copied, so they can't be set back."""
+"""Maximum size of a tensor that is copied; larger ones cannot be restored."""
 _LIBRARIES = frozenset(
     {"torch", "infinity", "numpy", "builtins", "logging", "threading", "functools", "types", "weakref"}
 )
 _TORCHS_OWN = {*vars(nn.Module()), "forward"} - {"training"}
-"""Attributes of a module that hold no state of the user's, or are compared by themselves."""
+"""Attributes of a module that hold no state of the user's, or that are compared separately."""
 
 
 class KeptState:
-    """A copy of what a model and `functions` keep, taken now: see [Note: Where state is looked for].
+    """A copy of the current state of a model and `functions`: [Note: Where state is looked for].
 
-    groups: modules that `changed` can look at by themselves.
+    groups: modules that `changed` can check separately.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[nn.Module] = (), functions: Iterable[Any] = ()) -> None:
         self._context = contextvars.copy_context()
         self._modules = {*model.modules()}
         self._by_id: dict[int, list[_Entry]] = {}
-        """What was found in a value already, by its id."""
+        """Entries already made for a value, by its id."""
         of_groups: dict[nn.Module | None, list[_Entry]] = {group: [] for group in (None, *groups)}
         names = {name: module for name, module in model.named_modules() if module in of_groups}
         for name, module in model.named_modules():
@@ -71,24 +72,24 @@ class KeptState:
         self._all = [*_random_numbers(), *dict.fromkeys(everything)]
 
     def changed(self, groups: Iterable[nn.Module] | None = None) -> str | None:
-        """In words, what was changed of these groups and of modules in none; None if nothing was. `groups`: None is all."""
+        """Describe the first change in `groups` (None: in all) or in modules outside all groups; None without one."""
         some = self._all if groups is None else (entry for group in (None, *groups) for entry in self._of_groups[group])
         return next((f"{words} is changed by a forward" for entry in some if (words := entry.changed())), None)
 
     def differs(self, contexts: Iterable[contextvars.Context]) -> str | None:
-        """As `changed`, of everything, also where writes leave no trace, and of contexts."""
+        """As `changed` for all state and `contexts`, including writes that leave no trace."""
         everywhere = (f"{words} is changed by a forward" for entry in self._all if (words := entry.differs()))
         return self.changed_in(contexts) or next(everywhere, None)
 
     def changed_in(self, contexts: Iterable[contextvars.Context]) -> str | None:
-        """As `changed`, of `contexts`, which began as copies of the caller's."""
+        """As `changed`, for context variables in `contexts`, which began as copies of the caller's."""
         for variable, value in (item for context in contexts for item in context.items()):
             if variable not in self._context or self._context[variable] is not value:
                 return f"context variable {variable.name} is changed by a forward"
         return None
 
     def restore(self) -> None:
-        """Set all of it back. Raises InfinityError where a tensor was changed that is too large for a copy."""
+        """Restore all state. Raises InfinityError if a changed tensor was too large to copy."""
         for entry in self._all:
             entry.restore()
 
@@ -120,7 +121,7 @@ class KeptState:
         return entries
 
     def _in_function(self, words: str, function: FunctionType, depth: int) -> list[_Entry]:
-        """The variables that it captured, and the data among the global variables that it names."""
+        """Return entries for the variables that it captured, and for data among the global variables that it names."""
         entries: list[_Entry] = []
         names = function.__globals__
         for name in function.__code__.co_names:
@@ -130,7 +131,7 @@ class KeptState:
                 )
                 entries += self._in_value(f"global variable {name}", names[name], 1)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            get = partial(getattr, cell, "cell_contents", None)  # None where nothing is in it yet
+            get = partial(getattr, cell, "cell_contents", None)  # None if the cell is empty
             entries.append(_Variable(f"{words} ({name})", get, partial(setattr, cell, "cell_contents")))
             entries += self._in_value(f"{words} ({name})", get(), depth)
         return entries
@@ -143,7 +144,7 @@ class KeptState:
         entries = self._by_id[id(value)] = []
         inner: Iterable[Any] = ()
         if isinstance(value, nn.Module):
-            for module in {*value.modules()} - self._modules:  # those of the model have their turn
+            for module in {*value.modules()} - self._modules:  # modules of the model are handled separately
                 entries += self._in_module(type(module).__name__, module)
         elif isinstance(value, torch.Tensor):
             entries += [_Tensor(words, value)] if type(value) is torch.Tensor and not value.is_inference() else []
@@ -175,22 +176,22 @@ class KeptState:
 
 
 class _Entry(abc.ABC):
-    """One piece of state, and its value before. words: the name that a user knows it by."""
+    """One piece of state and its previous value. words: its name for the user."""
 
     def __init__(self, words: str) -> None:
         self._words = words
 
     @abc.abstractmethod
     def changed(self) -> str | None:
-        """In words, what is not as before. Cheap: called at each pause."""
+        """Return the name of what changed, or None. Cheap: called at each pause."""
 
     def differs(self) -> str | None:
-        """As `changed`, also where a write left no trace. Called once a pass."""
+        """As `changed`, including writes that leave no trace. Called once per pass."""
         return self.changed()
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Set it back."""
+        """Restore the previous value."""
 
 
 class _Variable(_Entry):
@@ -207,8 +208,10 @@ class _Variable(_Entry):
 
 
 class _Fields(_Entry):
-    """Of a dict, or attributes of an object; those of `_TORCHS_OWN` are left out. `{}` in `words` is the name of one. `put` and
-    `remove` set and delete a field; None if the dict itself does."""
+    """The items of a dict, or the attributes of an object except `_TORCHS_OWN`.
+
+    `{}` in `words` is the key. `put` and `remove` set and delete an item; None uses the dict itself.
+    """
 
     def __init__(
         self,
@@ -264,8 +267,8 @@ class _Tensor(_Entry):
             return
         if self._copy is None:
             raise InfinityError(
-                f"{self._words} is changed by a forward, so micro-batches can't take turns, and it is too large to be set "
-                'back: start again with infinity.schedule "horizontal"'
+                f"{self._words} is changed by a forward, so micro-batches can't take turns, and it is too large to "
+                'restore: restart with infinity.schedule "horizontal"'
             )
         with torch.no_grad():
             self._tensor.copy_(self._copy)
@@ -282,7 +285,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def is_of_library(thing: Any) -> bool:
-    """Whether a class or function is infinity's, torch's or Python's own, and not the user's."""
+    """Return True if a class or function belongs to infinity, torch, NumPy or Python, not to the user."""
     while isinstance(thing, partial):
         thing = thing.func
     return str(getattr(thing, "__module__", None)).partition(".")[0] in _LIBRARIES
@@ -298,7 +301,7 @@ def _random_numbers() -> Iterator[_Entry]:
 
 
 def _pickled(get: Callable[..., Any], put: Callable[..., Any]) -> tuple[Callable[..., bytes], Callable[..., object]]:
-    """The same access with the state as bytes, which can be compared. `put` takes what the state is of first, as `get`."""
+    """Return the same accessors with the state as comparable bytes. The object, if any, is their first argument."""
     return lambda *of: pickle.dumps(get(*of)), lambda *of_and_state: put(
         *of_and_state[:-1], pickle.loads(of_and_state[-1])
     )
@@ -326,4 +329,4 @@ _ACCESS: dict[type, tuple[Callable[..., Any], Callable[..., object]]] = {
     list: (tuple, _set_elements),
     collections.deque: (tuple, _set_elements),
 }
-"""How what has a state of its own is read, as something that can be compared, and set."""
+"""Per type with state: a getter that returns something comparable, and a setter."""

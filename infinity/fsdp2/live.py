@@ -1,12 +1,12 @@
-"""Live parameters of a sharded model: the plan of infinity/schedule/live.py, carried out through FSDP2's levers.
+"""Live parameters of a sharded model: carries out the plan of infinity/schedule/live.py with FSDP2's settings.
 
-Used by the training thread only, as hooks of the model call it.
+Called on the training thread by hooks of the model.
 
 [Note: A pass that goes another way]
-What is gathered ahead follows the order of an earlier forward, the module order at first. A forward that comes to a group which
-was not expected releases what waits for others before it gathers that one, so the bound holds on any path; the backward after
-such a forward gathers nothing ahead by list. The second forward that takes the same new way makes it the expected one. Gathers
-are collectives, so every rank sees the same order and decides alike.
+Groups are gathered ahead in the order of an earlier forward, at first in module order. If a forward reaches a group out
+of that order, groups gathered ahead are released before it is gathered, so the bound holds on any path. The backward
+after such a forward gathers nothing ahead from a list. If a second forward takes the same new path, that path becomes
+the expected one. Gathers are collectives, so every rank sees the same order and decides alike.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ log = logging.getLogger("infinity")
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
-    """What may be gathered at a time, in elements: the keys `stage3_...` of the config."""
+    """Limits on gathered parameters, in elements: the config keys `stage3_...`."""
 
     max_live_parameters: int | None = None
-    """The bound on all that is gathered; None is what the model needs."""
+    """Maximum number of gathered elements; None for as many as the model needs."""
     max_reuse_distance: int = 0
-    """A group that is used again within so many elements stays gathered."""
+    """A group that is used again within this many elements stays gathered."""
     prefetch_bucket_size: int | None = None
-    """So much is gathered ahead; None is one group, as FSDP2 does by itself."""
+    """Number of elements gathered ahead; None for one group, FSDP2's default."""
     module_granularity_threshold: int = 0
-    """Modules of at most so many elements per submodule are gathered as one."""
+    """Modules with at most this many elements per submodule are gathered as one."""
     second_sharding: bool = False
-    """Whether FSDP2 reshards over fewer ranks after forward, as it was told; then no group stays gathered."""
+    """True if FSDP2 reshards over fewer ranks after forward; then no group stays gathered."""
 
     @staticmethod
     def of(zero: ZeroConfig, *, second_sharding: bool = False) -> LiveOptions:
-        """Those of a config. Below stage 3 everything stays gathered, and there is no bound."""
+        """Return the options of a config. Below stage 3 everything stays gathered, without a bound."""
         bound, reuse = zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
         prefetch = zero.stage3_prefetch_bucket_size
         return LiveOptions(
@@ -65,7 +65,7 @@ class LiveOptions:
 
 @dataclass(frozen=True)
 class Outline:
-    """The groups of a model and their modules, the root first, the others in module order."""
+    """The groups of a model and their modules: the root first, then module order."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
@@ -73,7 +73,7 @@ class Outline:
 
     @staticmethod
     def of(model: nn.Module, wrap: Collection[nn.Module]) -> Outline:
-        """What the groups will be, before the model is sharded."""
+        """Return the groups that the model will have once it is sharded."""
         wrap = set(wrap)
         by_name = {clean_name(name): module for name, module in model.named_modules() if module in wrap}
         outlined = outlined_groups(model, list(wrap))
@@ -91,22 +91,22 @@ class Outline:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The groups below the root in module order."""
+        """Numbers of the groups below the root, in module order."""
         return tuple(range(1, len(self.groups)))
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
+        """Number of elements of the whole model."""
         return sum(group.numel for group in self.groups)
 
 
 def choose_wrap(
     model: nn.Module, classes: Sequence[str] | None, options: LiveOptions
 ) -> tuple[list[nn.Module], Outline, list[str]]:
-    """The modules that become groups, their outline, and notes: as `modules_to_wrap`, and finer where the bound asks for it.
+    """Choose the modules that become groups: those of `modules_to_wrap`, or finer ones if the bound requires it.
 
-    Raises ConfigError where a group and what stays gathered with it are more than `stage3_max_live_parameters`, and the
-    config names the classes itself or no finer ones would do.
+    Returns the modules, their outline and notes. Raises ConfigError if a group and what stays gathered with it exceed
+    `stage3_max_live_parameters`, and the config names the classes or no finer classes fit.
     """
     wrap = modules_to_wrap(model, classes)
     if classes is None and options.module_granularity_threshold:
@@ -121,26 +121,26 @@ def choose_wrap(
     wrap = modules_to_wrap(model, names)
     listed = ", ".join(f'"{name}"' for name in names)
     note = (
-        f"stage3_max_live_parameters of {bound} elements is less than the repeated blocks need: wrapping finer, as "
-        f'"infinity": {{"wrap": [{listed}]}} does'
+        f"stage3_max_live_parameters of {bound} elements is less than the repeated blocks need: wrapping finer, like "
+        f'"infinity": {{"wrap": [{listed}]}}'
     )
     return wrap, Outline.of(model, wrap), [note]
 
 
 class LiveParameters:
-    """Keeps what FSDP2 gathers within a bound; made once the model is sharded and paged. See the note of this file."""
+    """Keeps gathered parameters within a bound; made after the model is sharded and paged."""
 
     def __init__(self, outline: Outline, options: LiveOptions, *, micro_batches: int, ranks: int) -> None:
-        """`micro_batches`: of a step, those that pass at once counted as one. `ranks`: over which the model is sharded."""
+        """`micro_batches`: per step; those that take turns count as one. `ranks`: over which the model is sharded."""
         self.outline = outline
         self._options = options
         self._micro_batches = micro_batches
-        self._holds_ahead = ranks > 1  # on one rank FSDP2 gathers when it uses, whatever a list says
+        self._holds_ahead = ranks > 1  # one rank gathers on use and ignores prefetch lists
         self._modules = [cast(FSDPModule, module) for module in outline.modules]
         self._order = outline.order
         self._expected = [ROOT, *outline.order]
         self._at_once, self._calls = 1, Counter[int]()
-        """Micro-batches of the forward that is going on, and how often they have called each group."""
+        """Number of micro-batches in the current forward, and number of calls of each group."""
         self._path: list[int] = []
         self._path_before: list[int] = []
         self._ahead: set[int] = set()
@@ -151,7 +151,7 @@ class LiveParameters:
         self._some_may_not_come = self._live_numel_max < outline.numel and not all(
             p.requires_grad for p in outline.modules[ROOT].parameters()
         )
-        """Groups of frozen parameters that no gradient reaches: FSDP2 would gather them for a backward that is never theirs."""
+        """True if frozen groups may get no gradient: FSDP2 would gather them for a backward that never comes."""
         self._follows_lists = True
         self.plan = self._make_plan()
         self._carry_out()
@@ -162,30 +162,30 @@ class LiveParameters:
 
     @property
     def gathers(self) -> dict[str, int]:
-        """By name of the group: how often a step gathers it."""
+        """Number of gathers per step, by group name."""
         names = self.outline.names
         return {name: self.plan.gathers(group, micro_batches=self._micro_batches) for group, name in enumerate(names)}
 
     @property
     def spare_numel(self) -> int:
-        """Elements that may lie on the device besides what is gathered: what the bound leaves. (On one rank FSDP2 gathers
-        nothing ahead, whatever the plan allows.)"""
+        """Elements that the device may hold beside gathered ones: the bound minus the plan's peak. (One rank gathers
+        nothing ahead, whatever the plan.)"""
         return self._live_numel_max - (self.plan if self._holds_ahead else self._make_plan(ahead=False)).peak_numel
 
     @property
     def notes(self) -> list[str]:
-        """What stays gathered, a line."""
+        """One line on the groups that stay gathered; empty without any."""
         staying = [group for group in self._order if not self.plan.reshard_after_forward[group]]
         if not staying:
             return []
         numel = sum(self.outline.groups[group].numel for group in staying)
         return [
-            f"{len(staying)} of {len(self._order)} groups, {format_count(numel)} elements, stay gathered from forward to "
-            "backward (stage3_max_reuse_distance; 0 turns it off)"
+            f"{len(staying)} of {len(self._order)} groups, {format_count(numel)} elements, stay gathered from forward "
+            "to backward (stage3_max_reuse_distance; 0 turns it off)"
         ]
 
     def begin_backward(self, *, last: bool) -> None:
-        """Before a backward: after the `last` one of a step everything is released."""
+        """Prepare a backward: after the `last` one of a step everything is released."""
         if last == self._keeps:
             self._keeps = not last
             self._set_after_backward()
@@ -193,7 +193,7 @@ class LiveParameters:
     def _make_plan(self, *, ahead: bool = True) -> LivePlan:
         prefetch = self._options.prefetch_bucket_size
         if len(set(self._expected)) < len(self._expected):
-            prefetch = None  # a list would name a group of which only one use follows
+            prefetch = None  # a list would name a group that is used only once more
         if not ahead:
             prefetch = 0
         return plan_live(
@@ -207,7 +207,7 @@ class LiveParameters:
 
     def _carry_out(self) -> None:
         for group, module in enumerate(self._modules):
-            if group != ROOT and not self._options.second_sharding:  # the root FSDP2 keeps by itself
+            if group != ROOT and not self._options.second_sharding:  # FSDP2 keeps the root by itself
                 module.set_reshard_after_forward(self.plan.reshard_after_forward[group], recurse=False)
             module.set_modules_to_forward_prefetch(self._of(self.plan.forward_prefetch[group]))
         self._set_after_backward()
@@ -224,7 +224,7 @@ class LiveParameters:
                 ahead = None if self.plan.next_fits[group] else ()
             if self._some_may_not_come:
                 ahead = ()
-            # With an empty list FSDP2 finds the next group itself; a list of the group itself, which is there, takes none.
+            # An empty list lets FSDP2 choose the next group; a list of only this gathered group prefetches nothing.
             module.set_modules_to_backward_prefetch([] if ahead is None else self._of(ahead) or [module])
 
     def _of(self, groups: Sequence[int]) -> list[FSDPModule]:
@@ -243,8 +243,8 @@ class LiveParameters:
             self._at_once, self._calls = micro_batches_in(args), Counter()
         self._calls[group] += 1
         if group != ROOT and (self._calls[group] - 1) % self._at_once:
-            return  # another micro-batch, which passes through what is gathered
-        if group != ROOT and self._path:  # a part of the model that is called on its own makes no path
+            return  # another micro-batch, which uses the gathered group
+        if group != ROOT and self._path:  # a part of the model that is called directly has no path
             self._path.append(group)
         window = self.plan.forward_prefetch[group]
         self._release_ahead(self._ahead.difference(window, {group}))
@@ -261,46 +261,44 @@ class LiveParameters:
             self._follow(path)
 
     def _follow(self, path: list[int]) -> None:
-        """A forward that a backward follows went along `path`."""
+        """Update the expected path after a forward, which a backward follows, took `path`."""
         expected = path == self._expected
         if not expected and path == self._path_before:
             expected = self._expect(path)
         elif not expected and self._path_before and not self._logged_new_path:
             self._logged_new_path = True
-            log.info(
-                "the model took another path than planned; what is gathered ahead follows it once it is taken again"
-            )
+            log.info("the forward took another path than planned; prefetch follows the new path once it is repeated")
         self._path_before = path
         if expected != self._follows_lists:
             self._follows_lists = expected
             self._set_backward_lists()
 
     def _expect(self, path: list[int]) -> bool:
-        """Plan for passes along `path` from now on, if such a plan keeps within the bound. Whether it does."""
+        """Plan for `path` from now on if such a plan keeps within the bound; return True if it does."""
         order = tuple(dict.fromkeys(path[1:]))
         if least_live(self.outline.groups, order)[0] > self._live_numel_max:
             return False
         self._expected, self._order = path, order
         self.plan = self._make_plan()
         for module, passing in zip(self._modules, self.plan.reshard_after_forward, strict=True):
-            if passing:  # it may have been kept by the plan before
+            if passing:  # the previous plan may have kept it gathered
                 module.reshard()
         self._carry_out()
         return True
 
     def _release_ahead(self, groups: set[int]) -> None:
         for module in self._of(sorted(groups)):
-            module.unshard()  # is on its way already: waits for it
+            module.unshard()  # waits for a gather that has started
             module.reshard()
 
 
 def _may_linger(module: nn.Module) -> bool:
-    """Whether its input may be numbers of rows, which have no gradient."""
+    """Return True if the module's input may be indices, which have no gradient."""
     return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) for part in module.modules())
 
 
 def _finer_classes(model: nn.Module, wrap: Sequence[nn.Module], bound: int) -> list[str] | None:
-    """Class names whose modules as groups keep within the bound, found by splitting what is too large; None if none do."""
+    """Return class names whose modules as groups keep within the bound, by splitting the largest; None if none do."""
     names = list(dict.fromkeys(type(module).__name__ for module in wrap))
     while True:
         wrap = modules_to_wrap(model, names) if names else []
@@ -315,7 +313,7 @@ def _finer_classes(model: nn.Module, wrap: Sequence[nn.Module], bound: int) -> l
 
 
 def _part_to_split(model: nn.Module, outline: Outline, worst: int, wrap: Sequence[nn.Module]) -> nn.Module | None:
-    """The largest part of what is gathered with the `worst` group, the largest of these groups first."""
+    """Return the largest splittable part of the groups gathered with `worst`, largest group first."""
     lingering = (place for place, group in enumerate(outline.groups) if group.lingers)
     gathered = {ROOT, *stack_of(outline.groups, worst), *lingering}
     for group in sorted(gathered, key=lambda group: -outline.groups[group].numel):
@@ -328,13 +326,13 @@ def _part_to_split(model: nn.Module, outline: Outline, worst: int, wrap: Sequenc
 def _too_large(outline: Outline, bound: int, names: Sequence[str] | None) -> str:
     least, worst = least_live(outline.groups, outline.order)
     numel, root = outline.groups[worst].numel, outline.groups[ROOT].numel
-    with_root = f" and the root group of {root} elements stays gathered beside it" if worst != ROOT else ""
+    with_root = f", and the root group of {root} elements stays gathered as well" if worst != ROOT else ""
     if names is not None:
         listed = ", ".join(f'"{name}"' for name in names)
-        move = f'"infinity": {{"wrap": [{listed}]}} would do'
+        move = f'"infinity": {{"wrap": [{listed}]}} is fine enough'
     else:
-        move = "no finer wrap would do"
+        move = "no finer wrap fits"
     return (
-        f"stage3_max_live_parameters of {bound} elements is too small: group {outline.names[worst]} has {numel} elements"
-        f"{with_root}; {move}, or a bound of {least}"
+        f"stage3_max_live_parameters of {bound} elements is too small: group {outline.names[worst]} has {numel} "
+        f"elements{with_root}; {move}, or set a bound of {least}"
     )

@@ -1,6 +1,6 @@
-"""Whole values into the shards of a model and out of them: from safetensors files, and one tensor after another.
+"""Loads weights from safetensors into the shards of a model, and yields its whole tensors one by one.
 
-No more than one tensor, or one rank's shard of it, is ever held; what goes to the arena goes there at once.
+At most one tensor, or one rank's shard of it, is in memory at a time; paged values go to the arena at once.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ INDEX = "model.safetensors.index.json"
 
 @torch.no_grad()
 def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
-    """Set a sharded parameter from the whole tensor: this rank keeps its rows."""
+    """Set this rank's shard of a parameter from the whole tensor."""
     local, start = _local_rows(parameter)
     local.copy_(full.reshape(parameter.shape)[start : start + local.shape[0]])
 
 
 def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
-    """The tensors in safetensors (a file or a folder). Raises CheckpointError as `load_weights` does."""
+    """Return the tensor names in safetensors (a file or a folder). Raises CheckpointError as `load_weights`."""
     with ExitStack() as stack:
         names = frozenset(open_tensors(Path(path), stack))
     return names - parts_of_codes(names)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A hash of safetensors: of names, shapes and places of all tensors, and a page of the values of each."""
+    """Return a hash of safetensors: the name, shape and place of each tensor, and a page of its values."""
     seen = hashlib.blake2b()
     with ExitStack() as stack:
         where = _by_name(Path(path), read_header)
@@ -67,8 +67,10 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
-    """The frozen parameters that can rest in safetensors (as for `load_weights`), by their first name, and where they are
-    there. Raises CheckpointError where a file is damaged, ConfigError where what decodes them is not installed."""
+    """Return the frozen parameters that can stay in safetensors (as for `load_weights`): place by first name.
+
+    Raises CheckpointError if a file is damaged, ConfigError if a package that decodes them is missing.
+    """
     where = _by_name(Path(path), read_header)
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model, where)
@@ -84,17 +86,17 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
 
 
 def _stored(names: Sequence[str], where: Mapping[str, StoredTensor]) -> StoredParameter | None:
-    """What holds a parameter of these names in files."""
+    """Return the stored form of a parameter with these names; None if the files lack it."""
     return stored_parameter(names, [parts for name in names for parts in parts_in_files(name)], where)
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collection[str] = ()) -> None:
     """Set all parameters and buffers from safetensors: a file, or a folder with `model.safetensors` or its index.
 
-    `but`: the first names of those that are left as they are, because they rest in these files, or don't come from them. Each
-    rank reads only its own rows. Names that tied tensors share need to be there once, those of buffers that are not persistent
-    need not. Raises CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and naming the
-    file when it is damaged.
+    `but`: first names of parameters to skip, because they stay in these files or do not come from them. Each rank reads
+    only its own rows. Tied tensors need to be stored once under any of their names; non-persistent buffers may be
+    missing. Raises CheckpointError naming tensors that are missing, unknown or of another shape, or the file if it is
+    damaged.
     """
     with ExitStack() as stack, torch.no_grad():
         where = open_tensors(Path(path), stack)
@@ -113,7 +115,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         unexpected = sorted(set(where) - known - parts_of_codes(where))
         if missing or unexpected:
             raise CheckpointError(
-                f"{path} doesn't fit the model: "
+                f"{path} does not match the model: "
                 + "; ".join(filter(None, [_list("missing", missing), _list("unknown", unexpected)]))
             )
         scalars = scalar_names(model)
@@ -121,10 +123,10 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
             name = names_of[tensor][0]
             expected = () if name in scalars else tuple(tensor.shape)
             if stored.shape != expected:
-                raise CheckpointError(f"{path}: {name} has shape {stored.shape}, the model wants {expected}")
+                raise CheckpointError(f"{path}: {name} has shape {stored.shape}, the model expects {expected}")
             if isinstance(stored, StoredTensor) and stored.dtype in CODES and tensor.is_floating_point():
                 raise CheckpointError(
-                    f"{path}: {name} is in {stored.dtype}, and nothing there says what its codes mean"
+                    f"{path}: {name} is in {stored.dtype}, but the file has no information to decode it"
                 )
         for tensor, stored in stored_as.items():
             if names_of[tensor][0] in but:
@@ -145,7 +147,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of each tensor."""
+    """Return the open file of each tensor, by name."""
 
     def opened(file: Path) -> dict[str, Any]:
         with parsing(f"{file} is damaged or not safetensors", "fetch or save it again"):
@@ -156,7 +158,7 @@ def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's shard, and the number of its first row in the whole."""
+    """Return this rank's shard, and the index of its first row in the whole."""
     data = parameter.data
     if not isinstance(data, DTensor):
         return data, 0
@@ -166,10 +168,10 @@ def _local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict[str, _T]:
-    """What `tensors_in` gives for each tensor in safetensors (a file, an index, a folder with either), by name.
+    """Return the result of `tensors_in` for each tensor in safetensors: a file, an index, or a folder with either.
 
-    Out of several files come the tensors that the index names, each from the file that it names. In a folder with a single
-    file and an index the single file counts, as for transformers' `from_pretrained`. Raises CheckpointError.
+    With an index, only the tensors that it names are returned, each from the file that it names. In a folder with a
+    single file and an index the single file is used, as in transformers' `from_pretrained`. Raises CheckpointError.
     """
     single, index = path / SINGLE, path / INDEX if path.is_dir() else path
     if path.is_file() and path.suffix != ".json":
@@ -179,7 +181,7 @@ def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict
             _say_single_counts(path)
         return dict(tensors_in(single))
     if not index.is_file():
-        raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+        raise CheckpointError(f"{path} has neither model.safetensors nor model.safetensors.index.json")
     with parsing(f"{index} is damaged or not an index of safetensors", "fetch or save it again"):
         file_of: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         if not all(name == Path(name).name != ".." for name in file_of.values()):
@@ -187,16 +189,14 @@ def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict
     files = {name: tensors_in(index.parent / name) for name in sorted({*file_of.values()})}
     for name, file in file_of.items():
         if name not in files[file]:
-            raise CheckpointError(
-                f"{index.parent / file} lacks {name}, which {index.name} says it holds: fetch both again"
-            )
+            raise CheckpointError(f"{index.parent / file} lacks {name}, which {index.name} lists: fetch both again")
     return {name: files[file][name] for name, file in file_of.items()}
 
 
 @functools.cache
 def _say_single_counts(folder: Path) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        log.warning("%s holds %s and %s: the former is read, as from_pretrained does", folder, SINGLE, INDEX)
+        log.warning("%s has both %s and %s: using the former, as from_pretrained does", folder, SINGLE, INDEX)
 
 
 def _list(heading: str, names: list[str]) -> str:
@@ -204,9 +204,9 @@ def _list(heading: str, names: list[str]) -> str:
 
 
 def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on the CPU) one after another; a collective when the model is sharded over several ranks.
+    """Yield (name, whole tensor on the CPU) for each parameter; a collective if sharded over several ranks.
 
-    Trainable or not; tied parameters come once, under their first name. `dtype` None keeps the masters' fp32.
+    Includes frozen parameters; tied ones come once, under their first name. `dtype` None keeps the masters' fp32.
     """
     scalars = scalar_names(model)
     for parameter, names in parameter_names(model).items():
@@ -215,12 +215,12 @@ def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[
 
 
 def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's data, whole, as an ordinary tensor of its own; a collective when it is sharded over several ranks."""
+    """Return a parameter's whole data as a new ordinary tensor; a collective if it is sharded over several ranks."""
     if not isinstance(data, DTensor):
         return data.to(dtype).clone()
-    if not data.numel():  # FSDP2 gives a shard no rows then, from which torch can't gather them
+    if not data.numel():  # FSDP2's shard has no rows then, and torch can't gather it
         return torch.empty(data.shape, dtype=dtype, device=data.device)
-    with raise_on_all_ranks():  # reads the drive: a rank that fails must not leave the others waiting to gather
+    with raise_on_all_ranks():  # reads the arena: a rank that fails must not leave the others waiting in the gather
         local = data._local_tensor.to(dtype).clone()
     gathered: torch.Tensor = DTensor.from_local(
         local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()

@@ -1,7 +1,7 @@
-"""The one map between parameters and their names, as checkpoints and users know them.
+"""The only map between parameters and their names in checkpoints and for users.
 
-Wrappers that put a module inside another (activation checkpointing, torch.compile) leave no trace in these names, as in those
-of torch.distributed.checkpoint. So a file fits a model whether it is wrapped or not.
+Wrappers around a module (activation checkpointing, torch.compile) are not part of these names, as in
+torch.distributed.checkpoint. So a file fits a model with or without wrappers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def clean_name(name: str) -> str:
-    """A parameter's, buffer's or module's name without what wrappers add to it."""
+    """Return the name of a parameter, buffer or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Every parameter with its names, in module order; a tied one has several, the first is its own."""
+    """Return every parameter with its names, in module order; a tied one has several, its own first."""
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(clean_name(name))
@@ -26,12 +26,12 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under each of their names."""
+    """Return the parameters under each of their names."""
     return {name: parameter for parameter, names in parameter_names(model).items() for name in names}
 
 
 def buffer_names(model: nn.Module, *, persistent: bool) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Every buffer with its names; `persistent`: only those that a checkpoint holds."""
+    """Return every buffer with its names; if `persistent`, only buffers that a checkpoint holds."""
     names_of: dict[torch.Tensor, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

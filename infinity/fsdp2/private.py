@@ -1,6 +1,6 @@
-"""The one place that names what FSDP2 keeps to itself: modules, classes and attributes, looked for at the import.
+"""The only list of FSDP2's private modules, classes and attributes that infinity uses, checked on import.
 
-If torch has moved one of them, the first import says so in a sentence, before a step can fail on it.
+If torch has moved one, the first import raises ImportError, so that no step fails on it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ try:
     FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"torch {torch.__version__} has moved what infinity needs of FSDP2 ({error}): it works with torch {TESTED}, "
-        f"pip install '{REQUIREMENT}'"
+        f"torch {torch.__version__} lacks private parts of FSDP2 that infinity needs ({error}): infinity works with "
+        f"torch {TESTED}, pip install '{REQUIREMENT}'"
     ) from error
 
 __all__ = [
@@ -62,16 +62,16 @@ USED: dict[type, tuple[str, ...]] = {
         *("init_all_gather_outputs", "free_unsharded_param", "_unsharded_inner_tensors"),
     ),
 }
-"""What is asked of each class beyond its public interface."""
+"""Private attributes used, by class."""
 
 
 def moved() -> list[str]:
-    """What of `USED` this torch doesn't have."""
+    """Return the names in `USED` that this torch lacks."""
     return [f"{of.__name__}.{name}" for of, names in USED.items() for name in names if name not in {*_names_in(of)}]
 
 
 def _names_in(of: type) -> Iterator[str]:
-    """What a class defines, and what its methods name: attributes among it that they set."""
+    """Yield the names that a class defines or that its methods use, including attributes that they set."""
     for base in of.__mro__[:-1]:
         yield from vars(base)
         yield from getattr(base, "__annotations__", ())
@@ -82,6 +82,6 @@ def _names_in(of: type) -> Iterator[str]:
 
 if (missing := moved()) and os.environ.get(ANYWAY) != "1":
     raise ImportError(
-        f"torch {torch.__version__} has moved what infinity needs of FSDP2 ({', '.join(missing)}): it works with torch "
-        f"{TESTED}, pip install '{REQUIREMENT}', or set {ANYWAY}=1 to try this one"
+        f"torch {torch.__version__} lacks private parts of FSDP2 that infinity needs ({', '.join(missing)}): infinity "
+        f"works with torch {TESTED}, pip install '{REQUIREMENT}', or set {ANYWAY}=1 to try this one"
     )

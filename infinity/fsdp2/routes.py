@@ -1,14 +1,15 @@
-"""All ranks go the same way through the model's groups, or all hear in words that they don't. Training thread only.
+"""Checks that all ranks take the same route through the model's groups. Training thread only.
 
 [Note: Ways that part]
-Gathering a group is a collective. Ranks may come to different groups, as where each expert is a group and tokens differ. Then
-they gather pieces of different parameters into one, or the communication aborts. So before each group of a forward the ranks
-tell each other, through the process group's store, which group is next. Where all ranks have only ever gone on to one and the
-same group, and this rank does so again, nothing is said. So a model that goes one way through its groups pays in its first
-forward alone, and one that branches pays at its branches.
+Gathering a group is a collective. Ranks may reach different groups, for example if tokens differ and each expert is a
+group. They would then gather pieces of different parameters into one, or the communication would abort. So before each
+group of a forward the ranks exchange, through the process group's store, the name of the next group. If all ranks have
+always gone from here to the same group, and this rank does so again, nothing is exchanged. So a model with one route
+pays in its first forward only, and a model that branches pays at its branches.
 
-A rank that leaves the only known way waits for the others a while. Those that stay on it say nothing, and wait in their gather.
-Then the rank that left says so, and `explained` turns the error that the communication raises on the others into its words.
+A rank that leaves the only known route waits some time for the others. Ranks that stay on it send nothing, and wait in
+their gather. The rank that left then reports it, and `explained` replaces the communication error on the others by that
+report.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from infinity.fsdp2.names import clean_name
 from infinity.fsdp2.sharding import in_backward
 
 LEAVING_SECONDS_MAX = 60.0
-"""How long a rank that leaves the only known way waits for the others to do so, too. They have passed a gather of this forward
-with it, and what can delay them since is a layer's work."""
+"""Maximum time that a rank which leaves the only known route waits for the others to leave it too. All of them have
+passed a gather of this forward, so the others are late by a layer's work at most."""
 LOOK_SECONDS = 1.0
-"""After which who waits for the others looks whether they still work together."""
+"""Interval at which a waiting rank checks if the others still work with it."""
 _PLACES_MAX = 100_000
-"""Places in the model that are remembered; at others the ranks always tell each other."""
+"""Maximum number of remembered places in the model; at others the ranks always exchange the next group."""
 _END = "the end"
 _made = itertools.count()
-"""Models are sharded by all ranks together, so the number of one is the same on each; they share a store."""
+"""Numbers of models, equal on all ranks, because all ranks shard the same models in order; models share a store."""
 
 
 @dataclass
 class _Place:
-    """Where a forward is: the way from the root to here. `following`: what all ranks went on to from here, together."""
+    """A place in a forward: the route from the root to here. `following`: groups that all ranks went to from here."""
 
     following: dict[str, _Place] = field(default_factory=dict)
 
 
 class Routes:
-    """Watches the forwards of a sharded model on this rank, one of `ranks` that gather together: see the note of this file.
+    """Watches the forwards of a sharded model on this rank, one of `ranks` that gather together.
 
-    hear: called while this rank waits for others; raises what ended the work of the ranks together, where something did.
+    hear: called while this rank waits for others; raises the error that ended the joint work of the ranks, if any.
     """
 
     def __init__(self, model: nn.Module, ranks: Sequence[int], store: Any, hear: Callable[[], None]) -> None:
@@ -63,14 +64,14 @@ class Routes:
         self._start = _Place()
         self._places = 1
         self._here: _Place | None = None
-        """None while no forward goes on."""
+        """Current place; None outside a forward."""
         self._forwards = self._depth = 0
         self._last_key: str | None = None
-        """The key under which this rank said where it is, last."""
+        """The last store key that this rank wrote."""
         for name, module in model.named_modules():
             if (
                 name and isinstance(module, FSDPModule) and not isinstance(module, Expert)
-            ):  # ranks agree on experts anyway
+            ):  # ranks agree on experts by a collective
                 cast(nn.Module, module).register_forward_pre_hook(
                     partial(self._come_to, clean_name(name)), prepend=True
                 )
@@ -79,12 +80,12 @@ class Routes:
 
     @property
     def place(self) -> str:
-        """Where this rank is, or was when an exception came. Keys are of no use to ranks that are elsewhere."""
+        """Current place in words, or that of an exception. Store keys do not help ranks that are elsewhere."""
         return f"forward {self._forwards}, group {self._depth}, {self._places} places"
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Around a forward: where another rank has left the way and said so, that is the error."""
+        """Around a forward: if another rank has reported that it left the route, raise that as the error."""
         try:
             yield
         except BaseException as error:
@@ -94,7 +95,7 @@ class Routes:
             raise
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not in_backward():  # activation checkpointing runs a forward again
+        if not in_backward():  # activation checkpointing recomputes forwards
             self._here, self._depth = self._start, 0
             self._forwards += 1
 
@@ -123,7 +124,7 @@ class Routes:
         self._here = following
 
     def _agree(self, name: str, known: str | None) -> None:
-        """Raise InfinityError unless all ranks go on to `name`. `known`: the only way that was ever gone from here."""
+        """Raise InfinityError unless all ranks go to `name` next. `known`: the only group so far from here, if any."""
         keys = {rank: self._key(f"{self._forwards}.{self._depth}.{rank}") for rank in self._ranks}
         self._store.set(keys[self._rank], name)
         if not self._come(list(keys.values()), self._seconds_max if known is None else LEAVING_SECONDS_MAX):
@@ -135,16 +136,16 @@ class Routes:
         if len(set(going.values())) > 1:
             raise InfinityError(self._words(going))
         if self._last_key is not None:
-            self._store.delete_key(self._last_key)  # all have read it: they have come here since
+            self._store.delete_key(self._last_key)  # all ranks have read it, because they came here since
         self._last_key = keys[self._rank]
 
     def _come(self, keys: list[str], seconds_max: float) -> bool:
-        """Whether the store has all of these within so many seconds."""
+        """Wait for all keys in the store; return False after `seconds_max`."""
         deadline = time.monotonic() + seconds_max
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 return False
-            with contextlib.suppress(RuntimeError):  # not yet
+            with contextlib.suppress(RuntimeError):  # timed out
                 self._store.wait(keys, timedelta(seconds=LOOK_SECONDS))
             self._hear()
         return True
@@ -158,18 +159,18 @@ class Routes:
         )
         around = self._around([name for name in differing if name != _END])
         wrap = (
-            f'make {around} one group with them, by "infinity": {{"wrap": ["{around}", ...]}}'
+            f'put them into one group {around}, by "infinity": {{"wrap": ["{around}", ...]}}'
             if around
-            else "wrap coarser"
+            else "use a coarser wrap"
         )
         return (
-            f"the ranks went different ways through the model, in group {self._depth} of a forward: {where}. A group is "
-            "gathered by all ranks together: call all of them on every rank in the same order, with an empty input where a "
-            f"rank has none, or {wrap}"
+            f"the ranks took different routes through the model, at group {self._depth} of a forward: {where}. "
+            "Gathering a group is a collective: call all groups on every rank in the same order, with an empty input "
+            f"if a rank has none, or {wrap}"
         )
 
     def _around(self, names: Sequence[str]) -> str | None:
-        """The class of the innermost module around all of the groups `names` that is called; None where that is the model."""
+        """Return the class of the innermost callable module around all groups `names`; None for the model itself."""
         modules = {clean_name(name): module for name, module in self._model.named_modules()}
         columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
         common = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
@@ -180,10 +181,10 @@ class Routes:
         return None
 
     def _left(self) -> str | None:
-        """What a rank that left the way said."""
+        """Return the report of a rank that left the route, or None."""
         try:
             return self._store.get(self._key("left")).decode() if self._store.check([self._key("left")]) else None
-        except RuntimeError:  # the store went with the rank that held it
+        except RuntimeError:  # the store ended with the rank that served it
             return None
 
     def _key(self, of: str) -> str:

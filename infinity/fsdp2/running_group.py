@@ -1,6 +1,6 @@
-"""A group while several micro-batches pass through it: what each of them sees of it, and where its gradients go.
+"""A group while several micro-batches pass through it: the parameters that each one sees, and their gradients.
 
-Looks past FSDP2's public interface, as sharding.py does. Used by the training thread, and by autograd's threads on its behalf.
+Uses FSDP2's private parts, as sharding.py does. Called by the training thread and, for it, by autograd's threads.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from infinity.optim.kernel import accumulate
 
 
 class RunningGroup:
-    """The group of a module that more than one micro-batch is in at a time: what each of them sees of it, and its gradients.
+    """The group of a module that several micro-batches use at a time: their parameters and gradients.
 
     [Note: A leaf for each micro-batch]
-    In one backward autograd sums what all uses of a leaf give, in the dtype of compute, before FSDP2 sees any of it. Gradients
-    of several micro-batches are to be summed in fp32. So each micro-batch computes with leaves of its own, over the memory of
-    the gathered parameters.
+    In one backward autograd sums the gradients of all uses of a leaf in the compute dtype, before FSDP2 sees them.
+    Gradients of several micro-batches must be summed in fp32. So each micro-batch computes with its own leaves, over
+    the memory of the gathered parameters.
 
-    Over several ranks, what comes for a leaf is given to FSDP2 as the gradient of the parameter. Where that of an earlier
-    micro-batch is there still, it is reduced first: FSDP2 reduces when gradients reach a module's inputs, and those of the
-    root, or of a first block over a frozen embedding, need none. Over one rank a reduction changes nothing, so gradients are
-    summed here as they come, and FSDP2 gets the sum: with the last micro-batch's where inputs have gradients (`is_held`), else
-    at once, as it looks for it when the backward ends.
+    On several ranks, a leaf's gradient is given to FSDP2 as the gradient of the parameter. If that of an earlier
+    micro-batch is still there, it is reduced first: FSDP2 reduces when gradients reach a module's inputs, but inputs of
+    the root, or of a first block over a frozen embedding, need none. On one rank a reduction changes nothing, so
+    gradients are summed here as they come. FSDP2 gets the sum with the last micro-batch if inputs have gradients
+    (`is_held`). Otherwise FSDP2 gets it at once, because it looks for the sum when the backward ends.
     """
 
     def __init__(self, module: FSDPModule) -> None:
@@ -46,15 +46,15 @@ class RunningGroup:
         self._groups = param_groups_of(module)
         self._leaves: dict[tuple[Any, int], nn.Parameter] = {}
         self._buffers: ReusedBuffers | None = None
-        """Memory for gradients that are summed here; None where each is reduced by itself."""
+        """Memory for gradients that are summed here; None if each is reduced separately."""
         self._sums: dict[Any, torch.Tensor] = {}
-        """By parameter (FSDP2's), 1-D, fp32."""
+        """Sums of gradients (1-D, fp32), by FSDP2's parameter."""
         self._awaited: set[torch.Tensor] = set()
-        """Leaves of which the gradient that comes next is a part, and the rest follows."""
+        """Leaves whose next gradient is only the first part."""
         self.is_running = False
-        """Whether a forward of all micro-batches, or its backward, is going on."""
+        """True during a forward of all micro-batches and its backward."""
         self._watched: set[Any] = set()
-        """Parameters (FSDP2's) of which more is taken than what comes for leaves."""
+        """Parameters (FSDP2's) with a hook on the gathered parameter itself."""
 
     @property
     def is_resharded_after_forward(self) -> bool:
@@ -66,11 +66,11 @@ class RunningGroup:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """Its parameters, as they are when it isn't gathered."""
+        """Its sharded parameters."""
         return [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
 
     def clear(self, *, is_running: bool, sums: ReusedBuffers | None = None) -> None:
-        """What is left of gradients is void. `sums`: memory for those that are summed here, if they are."""
+        """Discard remaining gradients. `sums`: memory for gradients that are summed here, if any."""
         self.is_running, self._buffers = is_running, sums
         self._sums.clear()
         self._awaited.clear()
@@ -78,31 +78,31 @@ class RunningGroup:
             leaf.grad = None
 
     def enter(self, micro_batch: int) -> None:
-        """It is gathered: from now on its modules show the leaves of a micro-batch."""
+        """Make its modules show the leaves of a micro-batch; the group is gathered."""
         for parameter in self._trained():
             parameter._setattr_on_modules(self._leaf(parameter, micro_batch))
 
     def leave(self) -> None:
-        """Its modules show the gathered parameters."""
+        """Make its modules show the gathered parameters."""
         for parameter in self._trained():
             parameter._setattr_on_modules(parameter._unsharded_param)
 
     def suspend(self) -> None:
-        """A micro-batch pauses within it: the next one enters as if none was there."""
+        """Pause a micro-batch inside it, so that the next one enters an idle group."""
         self.leave()
         self.become_idle()
 
     def become_idle(self) -> None:
-        """A micro-batch has left it, or gone back through it, and others follow."""
+        """Mark it idle for FSDP2: a micro-batch has left it, or passed back through it, and others follow."""
         self._set_state(TrainingState.IDLE)
 
     def cast_output(self, output: Any) -> Any:
-        """What its module returns, in the dtype of a policy of the user's."""
+        """Return its module's output in the dtype of the user's policy."""
         return self.module._get_fsdp_state()._cast_output_dtype(output)
 
     @contextlib.contextmanager
     def forward_again(self) -> Iterator[None]:
-        """The root's: around a forward of the groups below it, which FSDP2 takes for a part of the root's."""
+        """For the root: a context in which FSDP2 treats forwards of groups as part of the root's forward."""
         shared = self.module._get_fsdp_state()._state_ctx
         before, shared.iter_forward_root = shared.iter_forward_root, self.module._get_fsdp_state()
         yield
@@ -110,32 +110,34 @@ class RunningGroup:
 
     @contextlib.contextmanager
     def part_of_backward(self) -> Iterator[None]:
-        """The root's: around a backward of which another one is the rest. Before it is over, nothing ends with it."""
+        """For the root: a context for one part of a backward, at whose end FSDP2 must not finish the backward."""
         shared = self.module._get_fsdp_state()._state_ctx
         shared.post_backward_final_callback_queued = True
         yield
         shared.post_backward_final_callback_queued = False
 
     def await_rest(self, leaves: Collection[torch.Tensor]) -> bool:
-        """Those of `leaves` that are its own get a gradient in two parts, and autograd sums them. Returns False where a hook of
-        the user's would see the parts."""
+        """Expect the gradients of its leaves among `leaves` in two parts, which autograd sums.
+
+        Returns False if a hook of the user's would see the parts.
+        """
         ours = {leaf: parameter for (parameter, _), leaf in self._leaves.items() if leaf in leaves}
         self._awaited |= ours.keys()
         return not any(parameter.sharded_param._backward_hooks for parameter in ours.values())
 
     def resume(self, micro_batch: int) -> None:
-        """A micro-batch that paused within it continues."""
+        """Continue a micro-batch that paused inside it."""
         self._set_state(TrainingState.FORWARD)
         self.enter(micro_batch)
 
     def give_sums(self) -> None:
-        """FSDP2 is about to reduce, and no gradient follows."""
+        """Give the sums to FSDP2, which is about to reduce; no gradient follows."""
         for parameter, total in self._sums.items():
             _set_unreduced(parameter, total)
         self._sums.clear()
 
     def end(self) -> None:
-        """The backward is over. Sums that were to wait for a micro-batch whose gradient never came are in `.grad`."""
+        """End the backward: put sums that waited for a gradient that never came into `.grad`."""
         for parameter, total in self._sums.items() if self.is_held else ():
             sharded = parameter.sharded_param
             grad = parameter.to_sharded_dtensor(total.view(parameter.sharded_size).to(sharded.device))
@@ -162,11 +164,11 @@ class RunningGroup:
         return leaf
 
     def _taking(self, parameter: Any, take: Callable[..., None]) -> Callable[[torch.Tensor], None]:
-        """Holds neither: the garbage collector doesn't look into such hooks, and what they hold would stay for ever."""
+        """Return a hook with weak references: the garbage collector does not see into hooks, so others would leak."""
         return functools.partial(take, weakref.ref(self), weakref.ref(parameter))
 
     def take(self, parameter: Any, leaf: torch.Tensor) -> None:
-        """A gradient of a micro-batch has come for a parameter (FSDP2's)."""
+        """Take the gradient of a micro-batch's leaf for a parameter (FSDP2's)."""
         if leaf in self._awaited:
             self._awaited.remove(leaf)
             return
@@ -177,20 +179,21 @@ class RunningGroup:
         if unsharded.grad is not None:
             self._reduce()
         assert leaf.grad is not None
-        # After a reduction it takes no other dtype than that in which FSDP2 sums, from torch 2.15 on.
+        # Since torch 2.15 the gradient after a reduction must have the dtype in which FSDP2 sums.
         unsharded.grad, leaf.grad = leaf.grad.to(unsharded.grad_dtype or leaf.grad.dtype), None
 
     def take_past_leaves(self, parameter: Any, unsharded: torch.Tensor) -> None:
-        """One has come for the gathered parameter itself, as of a reentrant checkpoint within the group."""
+        """Take a gradient of the gathered parameter itself, as from a reentrant checkpoint within the group."""
         if not self.is_running:
             return
         if self._buffers is None:
             raise InfinityError(
-                "several micro-batches pass through a group at once, and one of them uses its parameters in another way than "
-                'its forward does: checkpoint with use_reentrant=False, or set infinity.schedule to "horizontal"'
+                "several micro-batches are in a group at once, and one of them uses its parameters outside its "
+                "forward: "
+                'checkpoint with use_reentrant=False, or set infinity.schedule to "horizontal"'
             )
         if not self.is_held and parameter in self._sums and _sums_in_unsharded(parameter):
-            return  # autograd has added it to the sum, which is there
+            return  # autograd has already added it to the sum
         self._add(parameter, unsharded)
 
     def _add(self, parameter: Any, leaf: torch.Tensor) -> None:
@@ -211,13 +214,13 @@ class RunningGroup:
             total += grad
 
     def _reduce(self) -> None:
-        """Reduce what is there, in the middle of a backward: the group stays gathered."""
+        """Reduce the current gradients in the middle of a backward; the group stays gathered."""
         state = self.module._get_fsdp_state()
         before = state._training_state
         for group in self._groups:
             reshards, group.reshard_after_backward = group.reshard_after_backward, False
             try:
-                # ... and back, so that the end of the backward reduces what comes after this.
+                # Restores the state afterwards, so that the end of the backward reduces later gradients.
                 with group.use_training_state(group._training_state):
                     group.post_backward()
             finally:
@@ -225,13 +228,15 @@ class RunningGroup:
 
 
 def _sums_in_unsharded(parameter: Any) -> bool:
-    """Whether FSDP2 lets autograd sum a parameter's unreduced gradients, where the gathered parameter has its gradient: from
-    torch 2.15 on. Before, FSDP2 sums them itself, in an attribute that is a property over that gradient now."""
+    """Return True if autograd sums unreduced gradients in the gathered parameter's `.grad`: since torch 2.15.
+
+    Before, FSDP2 sums them in an attribute; since then the attribute is a property over that gradient.
+    """
     return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def _set_unreduced(parameter: Any, total: torch.Tensor) -> None:
-    """Give FSDP2 a sum (1-D, fp32) as what there is of a parameter's unreduced gradient."""
+    """Give FSDP2 a sum (1-D, fp32) as a parameter's unreduced gradient."""
     grad = total.view(parameter._unsharded_param.shape)
     if _sums_in_unsharded(parameter):
         parameter._unsharded_param.grad = grad
@@ -252,7 +257,7 @@ def _take_past_leaves(group: weakref.ref[RunningGroup], parameter: weakref.ref[A
 
 
 def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors that require a gradient, in all that FSDP2 looks into for them."""
+    """Yield the tensors that require a gradient, in all containers that FSDP2 searches."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
@@ -266,8 +271,10 @@ def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def may_sum_unreduced(model: nn.Module) -> bool:
-    """Whether gradients can be summed in fp32 before they are reduced, with the same numbers: over one rank, where a reduction
-    rounds nothing."""
+    """Return True if summing gradients in fp32 before a reduction gives the same numbers.
+
+    That needs one rank and a reduction that rounds nothing.
+    """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     alone = all(group.mesh_info.mesh.size() == 1 for module in modules for group in param_groups_of(module))
     return alone and {module._get_fsdp_state()._mp_policy.reduce_dtype for module in modules} <= {None, torch.float32}

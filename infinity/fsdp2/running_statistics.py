@@ -1,10 +1,11 @@
-"""Buffers where a model computes in 16 bits: they stay fp32, running statistics such as BatchNorm's among them.
+"""Keeps float buffers, such as BatchNorm's running statistics, in fp32 if the model computes in 16 bits.
 
 [Note: Statistics in fp32]
-FSDP2 casts parameters and inputs to the dtype of compute, and no buffers. torch's kernels of batch and instance norm take
-weights and statistics of one dtype, and an input of another. Statistics in 16 bits would hardly follow: most of what a batch
-adds to them is less than they are rounded by. So they stay fp32, as under autocast. Their module finds its gathered parameters
-in fp32, too, and returns what it makes in the dtype of its input, also where it has no parameters, as a frozen BatchNorm.
+FSDP2 casts parameters and inputs to the compute dtype, but not buffers. torch's batch and instance norm need weights
+and statistics of one dtype; the input may have another. 16-bit statistics would hardly change, because most of a
+batch's contribution is below the rounding. So they stay fp32, as under autocast. Their module sees its gathered
+parameters in fp32 too, and returns its output in the dtype of its input, even without parameters, as a frozen
+BatchNorm.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from infinity.fsdp2.scalars import showing
 
 
 def keep_statistics_in_fp32(model: nn.Module) -> None:
-    """Have each module with a running mean compute with it in fp32. See the note of this file."""
+    """Make each module with a running mean compute with it in fp32. See the note of this file."""
     for module in model.modules():
         if module._buffers.get("running_mean") is not None and not isinstance(module, torch.jit.ScriptModule):
             kind = type(module)
@@ -33,7 +34,7 @@ def keep_statistics_in_fp32(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def mixtures_explained(model: nn.Module) -> Iterator[None]:
-    """Around a forward in 16 bits: the error of an operation that mixes fp32 with them names the buffers it may come from."""
+    """Around a forward in 16 bits: if an operation mixes fp32 with them, raise an error that names possible buffers."""
     try:
         yield
     except RuntimeError as error:
@@ -52,14 +53,14 @@ def mixtures_explained(model: nn.Module) -> Iterator[None]:
             raise
         others = ", ..." if len(buffers) > 3 else ""
         raise InfinityError(
-            f"{names[inside[0]] or 'the root module'} mixes fp32 with the 16 bits that parameters are computed in ({text}): "
-            f"float buffers stay fp32 ({', '.join(itertools.islice(buffers, 3))}{others}), and so does what is made of them; "
-            "cast that to the dtype of the input in the forward, as in x * self.scale.to(x.dtype)"
+            f"{names[inside[0]] or 'the root module'} mixes fp32 with the 16-bit compute dtype ({text}): float buffers "
+            f"stay fp32 ({', '.join(itertools.islice(buffers, 3))}{others}), and so do results of them; cast those to "
+            "the dtype of the input in the forward, as in x * self.scale.to(x.dtype)"
         ) from error
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of a class of modules, with its output in the dtype of the input."""
+    """Return a forward for a class of modules that casts its output to the dtype of the input."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         made = kind.forward(self, *args, **kwargs)

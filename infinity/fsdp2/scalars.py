@@ -1,12 +1,13 @@
-"""Parameters without dimensions, such as CLIP's logit_scale: what shards tensors by rows finds no row in them. And
-parameters without elements, which are frozen: no update changes them, and FSDP2 can't reduce a gradient of theirs.
+"""Parameters without dimensions (such as CLIP's logit_scale), which have no row to shard, or without elements.
+
+Parameters without elements are frozen: no update changes them, and FSDP2 cannot reduce their gradient.
 
 [Note: A row for what has none]
-Such a parameter is held as one of shape (1,), before anything is sharded, and is from then on like any other: sharded, paged,
-stepped, clipped, in checkpoints and commits. Two things still see it without dimensions: the model's own code, to which its
-module shows a view of the gathered parameter (a tensor without dimensions takes part in type promotion in another way), and
-files of weights, which are read and written in the shape that other programs expect. A checkpoint's manifest names it
-(`scalars`), so that what is taken out of the checkpoint has that shape too.
+A parameter without dimensions is held with shape (1,) before anything is sharded, and is then handled like any other:
+sharded, paged, stepped, clipped, in checkpoints and commits. It has no dimensions in two places only. The model's code
+sees a view of the gathered parameter, because a tensor without dimensions follows other rules of type promotion. Weight
+files store it in the shape that other programs expect. A checkpoint's manifest names it (`scalars`), so that an export
+has that shape too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from torch.distributed.tensor import DTensor
 from infinity.fsdp2.names import parameter_names
 
 _MARK = "_infinity_scalars"
-"""Of a module's class: the names under which it shows parameters without dimensions."""
+"""Attribute of a module's class: names of the parameters that it shows without dimensions."""
 
 
 def hold_as_rows(model: nn.Module) -> None:
-    """Put a parameter of shape (1,) in the place of each that has no dimension, and freeze those without elements. See the
-    note of this file."""
+    """Replace each parameter without dimensions by one of shape (1,), and freeze those without elements."""
     for p in model.parameters():
         p.requires_grad_(p.requires_grad and p.numel() > 0)
     rows: dict[nn.Parameter, nn.Parameter] = {}
@@ -42,7 +42,7 @@ def hold_as_rows(model: nn.Module) -> None:
 
 
 def scalar_names(model: nn.Module) -> frozenset[str]:
-    """Every name of the parameters that `hold_as_rows` found without dimensions."""
+    """Return all names of the parameters that `hold_as_rows` replaced."""
     rows = {module._parameters[name] for module in model.modules() for name in getattr(type(module), _MARK, ())}
     return frozenset(name for p, names in parameter_names(model).items() if p in rows for name in names)
 
@@ -53,7 +53,7 @@ def showing(
     form: Callable[[torch.Tensor], torch.Tensor],
     attributes: dict[str, Any],
 ) -> type[nn.Module]:
-    """A subclass of a module's class with these `attributes`, which shows the gathered parameters `names` in another form."""
+    """Return a subclass of `kind` with these `attributes` that shows the gathered parameters `names` through `form`."""
 
     def shown(name: str) -> property:
         def view(module: nn.Module) -> torch.Tensor | None:

@@ -1,11 +1,11 @@
-"""Sharded parameters where a program uses them as tensors: what torch can't do with them is done here, or refused.
+"""Sharded parameters used as tensors in the user's program: performs or rejects what torch cannot do with them.
 
 [Note: Sharded and ordinary tensors]
-FSDP2's parameters are DTensors, and torch refuses to compute with one of them and an ordinary tensor, in terms of its own. Over
-one rank a shard is the whole parameter. So what reads or sets parameters element by element (an average of weights, a teacher,
-a backup) runs on the shard there, and so does what takes a view or writes. Over several ranks nothing is gathered unasked, as a
-rank that asks alone would wait for ever. What computes with a parameter is refused everywhere: where it isn't gathered, that
-would be its fp32 master, and its gradient would pass by FSDP2.
+FSDP2's parameters are DTensors. torch rejects operations between a DTensor and an ordinary tensor, with an obscure
+message. On one rank a shard is the whole parameter. So reads and writes element by element (an average of weights, a
+teacher, a backup), views and in-place writes run on the shard there. On several ranks nothing is gathered implicitly,
+because a rank that gathers alone would wait for ever. Computing with a parameter outside its forward is always
+rejected: it would use the fp32 master, and its gradient would bypass FSDP2.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from infinity.fsdp2.sharding import in_backward
 
 _aten = torch.ops.aten
 _WAYS = (
-    "read it by full_tensor(), on all ranks; set it in zero.GatheredParameters or by loading; compute with it in the forward "
-    "of the whole model, or in a method that torch.distributed.fsdp.register_fsdp_forward_method(model, name) runs as one"
+    "read it by full_tensor(), on all ranks; set it in zero.GatheredParameters or by loading; compute with it in the "
+    "model's forward, or in a method registered by torch.distributed.fsdp.register_fsdp_forward_method(model, name)"
 )
 
 
 class ShardedTensor(DTensor):
-    """A DTensor that is a parameter, or was made of one. See the note of this file."""
+    """A DTensor that is a parameter or was derived from one. See the note of this file."""
 
     __slots__ = ()
     _infinity_name: str
-    """The parameter's."""
+    """Name of the parameter."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -48,7 +48,7 @@ class ShardedTensor(DTensor):
         if not by_element or (ordinary and first.device_mesh.size() > 1):
             name = first._infinity_name
             raise InfinityError(
-                f"{func.overloadpacket} of parameter {name}, which is sharded, and an ordinary tensor: {_WAYS}"
+                f"{func.overloadpacket} mixes sharded parameter {name} with an ordinary tensor: {_WAYS}"
             )
         on_shard = first.device_mesh.size() == 1 and (ordinary or func._schema.is_mutable or _is_view(func))
         stand_ins = {
@@ -74,7 +74,7 @@ class ShardedTensor(DTensor):
 
 
 def name_parameters(model: nn.Module) -> None:
-    """From now on the sharded parameters of a model say what can't be done with them, by their names."""
+    """Make the sharded parameters of a model name themselves in errors about unsupported operations."""
     for parameter, names in parameter_names(model).items():
         _named(parameter, names[0])
     model.register_forward_pre_hook(_check_data, prepend=True)
@@ -82,26 +82,27 @@ def name_parameters(model: nn.Module) -> None:
 
 
 def _check_data(module: nn.Module, args: Any) -> None:
-    """Raise InfinityError if a parameter was given another tensor as its `.data`, and undo that: it has no shard."""
+    """Raise InfinityError if a parameter was assigned another tensor as `.data`, and undo that: it has no shard."""
     changed: list[Any] = [p for p in module.parameters() if isinstance(p, ShardedTensor) and p.data_ptr()]
     for parameter in changed:
         parameter.data = _unnamed(parameter)
     if changed:
         raise InfinityError(
-            f"parameter {changed[0]._infinity_name} is sharded, and can't have another tensor as its .data; it has the values "
-            "again that it had: set them in place (p.data.copy_(values)), after you copied what they were (p.data.clone())"
+            f"parameter {changed[0]._infinity_name} is sharded, so another tensor can't be assigned to its .data; the "
+            "old values were restored: set values in place (p.data.copy_(values)), after a p.data.clone() to keep the "
+            "old"
         )
 
 
 def _refuse_deepcopy(memo: Any) -> Any:
     raise InfinityError(
         "a sharded model can't be copied: copy it before infinity.initialize, as an average of weights "
-        "(AveragedModel(copy.deepcopy(model))) that is updated from the sharded parameters, or keep p.detach().clone() of each"
+        "(AveragedModel(copy.deepcopy(model))) updated from the sharded parameters, or keep p.detach().clone() of each"
     )
 
 
 def _is_by_element(func: Any, args: Any, tensors: list[torch.Tensor], ordinary: list[torch.Tensor]) -> bool:
-    """Whether it sets a parameter, or takes tensors of the same shapes element by element, and autograd doesn't record it."""
+    """Return True if the call sets a parameter or works element by element on equal shapes, unseen by autograd."""
     packet = func.overloadpacket
     if packet is _aten.equal:
         return True
@@ -117,7 +118,7 @@ def _is_by_element(func: Any, args: Any, tensors: list[torch.Tensor], ordinary: 
 
 
 def _is_view(func: Any) -> bool:
-    """Whether it takes a view that has a place of its own among shards."""
+    """Return True if the operation returns a view with its own place among shards (not `detach`)."""
     aliased = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
     return aliased and func.overloadpacket is not _aten.detach
 

@@ -1,5 +1,5 @@
-"""What we need to know of an FSDP2 model and of autograd. Only this file, guarded.py, running_group.py and buffers.py look
-past their public interfaces, at what private.py names."""
+"""Access to FSDP2 models and autograd. Only this file, guarded.py, running_group.py and buffers.py use private parts of
+FSDP2, listed in private.py."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from infinity.fsdp2.private import TrainingState
 
 
 def reshard(model: nn.Module) -> None:
-    """Free whatever is gathered, so that the model's parameters are the sharded masters, under their names.
+    """Release all gathered parameters, so that the model has its sharded masters, under their names.
 
-    To be called where no pass is going on: one that FSDP2 holds for unfinished was ended by an exception, and is abandoned,
-    with what it had summed of unsharded gradients: see [Note: A pass that never ended].
+    Call it between passes: a pass that FSDP2 considers unfinished was ended by an exception. It is abandoned, and its
+    partial sums of unsharded gradients are dropped: [Note: A pass that never ended].
 
-    Raises InfinityError where a gathered parameter was written to, once all are released.
+    Raises InfinityError, after the release, if a gathered parameter was written to.
     """
     abandon_unfinished_pass(model)
     release(model)
@@ -37,7 +37,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """As `reshard`, where what was written to gathered parameters is void: after an exception, or as all values are set."""
+    """As `reshard`, but ignore writes to gathered parameters: after an exception, or before all values are set."""
     abandon_unfinished_pass(model)
     release(model)
     for group in _all_groups(model):
@@ -45,39 +45,40 @@ def reset(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Free what is gathered; no pass may be going on."""
+    """Release all gathered parameters, between passes."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
-    """Where no pass of this root is going on: bring FSDP2's own state to where a pass begins, if an exception left it
-    elsewhere. Whether it had. Raises InfinityError where this torch can't.
+    """Between passes of this root: reset FSDP2's own state if an exception left it inside a pass.
 
-    `root_may_run`: the root's forward may be called by another method of it that was registered as one.
+    Returns True if it did. Raises InfinityError if this torch cannot reset it. `root_may_run`: True if the root's
+    forward may be called by another method of the root that is registered as a forward.
 
     [Note: A pass that never ended]
-    FSDP2 keeps what a pass has come to in its states and groups, and an exception leaves it there: a group that was running
-    stays gathered, also after `reshard`; the next forward takes itself for a part of the one before, hooks no gradient of
-    what is gathered already, and the step after it leaves these parameters as they were, without a word. What autograd had
-    summed of a group's unsharded gradients would be added to those of the next backward. `reset_iter_state` mends most of it,
-    and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
+    FSDP2 keeps its progress through a pass in its states and groups, and an exception leaves it there. A group that was
+    running stays gathered, even after `reshard`. The next forward counts as part of the previous one and hooks no
+    gradient of gathered parameters, and the next step silently leaves these parameters unchanged. Partial sums of
+    unsharded gradients would be added to those of the next backward. `reset_iter_state` fixes most of this. Since torch
+    2.15 it also drops reduced gradients of earlier backward passes, so these are kept here.
     """
     assert isinstance(model, FSDPModule)
     if not is_in_pass(model, root_may_run=root_may_run):
         return False
     if not hasattr(model, "reset_iter_state"):
         raise InfinityError(
-            f"torch {torch.__version__} can't go on after a pass that an exception ended: start again, with torch 2.13 or later"
+            f"torch {torch.__version__} can't continue after an exception ended a pass: restart with torch 2.13 or "
+            "later"
         )
     parameters = [parameter for group in _all_groups(model) for parameter in group.fsdp_params]
     reduced = [parameter.sharded_param.grad for parameter in parameters]
     model.reset_iter_state()
     for parameter, grad in zip(parameters, reduced, strict=True):
-        parameter.to_sharded()  # its group may not know that some are gathered
+        parameter.to_sharded()  # its group may not know that some parameters are gathered
         parameter.sharded_param.grad = grad
-        if "unsharded_accumulated_grad" in vars(parameter):  # a property over the next one from torch 2.15 on
+        if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 a property over `_unsharded_param.grad`
             parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
@@ -85,23 +86,26 @@ def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> 
 
 
 def is_at_rest(model: nn.Module, *, gathered: bool) -> bool:
-    """Whether no pass of this root is going on. `gathered`: whether something of it may be gathered all the same."""
+    """Return True if no pass of this root is running. `gathered`: True if groups may be gathered all the same."""
     return not is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
 
 
 def before_reductions(model: nn.Module, check: Callable[[], object]) -> None:
-    """Call `check` before gradients of a group are reduced, whatever backward they come of."""
+    """Call `check` before gradients of any group are reduced, in any backward."""
     for group in _all_groups(model):
         group.before_reduction = check
 
 
 def gathered_groups(model: nn.Module) -> list[int]:
-    """The numbers of the groups that are gathered."""
+    """Return the numbers of the gathered groups."""
     return [number for number, group in enumerate(_all_groups(model)) if not group.is_sharded]
 
 
 def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
-    """Whether a pass of this root is going on, or was ended by an exception. `root_may_run`: see `abandon_unfinished_pass`."""
+    """Return True if a pass of this root is running or was ended by an exception.
+
+    `root_may_run`: see `abandon_unfinished_pass`.
+    """
     assert isinstance(model, FSDPModule)
     root = model._get_fsdp_state()
     shared = root._state_ctx
@@ -117,21 +121,20 @@ def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
 
 
 def _all_groups(model: nn.Module) -> list[Any]:
-    """Of a root, in the classes of guarded.py."""
+    """Return the groups of a root, which are `GuardedGroup`s."""
     assert isinstance(model, FSDPModule)
     return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in state._fsdp_param_groups]
 
 
 def held_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Those that the groups of a root shard, and what they are gathered as."""
+    """Return the sharded and gathered forms of all parameters in the groups of a root."""
     held = [parameter for group in _all_groups(model) for parameter in group.fsdp_params]
     shown = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
     return {getattr(p, name) for p in held for name in shown if hasattr(p, name)}
 
 
 def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Around each `state_dict` of a group's module: FSDP2 releases what is gathered for it, which may be in use on the thread
-    that trains."""
+    """Run each group's `state_dict` inside `entered()`: it releases gathered parameters that may be in use."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             replaced = module.__dict__.get("state_dict")
@@ -154,7 +157,7 @@ def _guarded_state_dict(
 
 @dataclass(frozen=True)
 class ParameterOutline:
-    """A parameter's own name, its whole shape, and whether it is trained."""
+    """A parameter: its own name, whole shape, and True if it is trained."""
 
     name: str
     shape: torch.Size
@@ -163,8 +166,11 @@ class ParameterOutline:
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """A group, sharded or about to be. `gathers`: how often a micro-batch gathers it: for forward and backward, or for forward
-    only where it stays gathered in between. `is_expert`: see experts.py."""
+    """A group, sharded or not yet.
+
+    `gathers`: gathers per micro-batch: 2, or 1 if it stays gathered from forward to backward. `is_expert`: see
+    experts.py.
+    """
 
     name: str
     parameters: tuple[ParameterOutline, ...]
@@ -174,46 +180,46 @@ class GroupOutline:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedGroup(GroupOutline):
-    """The parameters of one `fully_shard` call. `sharded`: its DTensors, in the order of `parameters`."""
+    """The group of one `fully_shard` call. `sharded`: its DTensors, in the order of `parameters`."""
 
     module: FSDPModule
     sharded: tuple[Any, ...]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to the model or a part of it."""
+    """Return True if `fully_shard` was applied to the model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor, or the tensor itself where it is not sharded."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether this rank has all of a tensor."""
+    """Return True if this rank has all of a tensor."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work: a gather, or a forward that activation checkpointing runs again, belongs to a backward."""
+    """Return True while autograd runs: gathers and recomputed forwards then belong to a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
-    """The shape of one rank's shard, with the padding that makes all ranks' shards alike (dim 0)."""
+    """Return the shape of one rank's shard, padded on dim 0 to the same size on all ranks."""
     return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else torch.Size((1,))
 
 
 def shard_shapes(parameter: DTensor) -> tuple[torch.Size, torch.Size]:
-    """The shape of this rank's shard, without and with its padding. (FSDP2 gives a parameter without elements no rows, and
-    finds its shard padded then.)"""
+    """Return the shape of this rank's shard, without and with padding. (For a parameter without elements FSDP2 has no
+    rows in the shard, but expects the padded shape.)"""
     padded = padded_shape(parameter.shape, parameter.device_mesh.size(-1))
     return parameter._local_tensor.shape if parameter.numel() else padded, padded
 
 
 def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
-    """The groups that a model will have when `fully_shard` is applied to each of `wrap` and to the root."""
+    """Return the groups that a model will have after `fully_shard` on each of `wrap` and on the root."""
     chosen = {*wrap, model}
     owners = {
         clean_name(name): isinstance(module, Expert) for name, module in model.named_modules() if module in chosen
@@ -229,10 +235,10 @@ def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOu
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
-    """The groups of a model to which `fully_shard` was applied, in module order.
+    """Return the groups of a sharded model, in module order.
 
-    Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
-    paged (not fp32, not sharded on dim 0, 0-d).
+    Raises ConfigError if it is not sharded, if a group is resharded over fewer ranks after forward, or if a parameter
+    cannot be paged (not fp32, not sharded on dim 0, 0-d).
     """
     modules = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
@@ -240,8 +246,8 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for module in model.modules():
         if isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module):
             raise ConfigError(
-                "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
-                "False to fully_shard"
+                "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which can't be paged: pass "
+                "True or False to fully_shard"
             )
     members: dict[str, dict[ParameterOutline, Any]] = {owner: {} for owner in modules}
     for parameter, names in parameter_names(model).items():
@@ -262,7 +268,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
 
 
 def owner_of(name: str, owners: Container[str]) -> str:
-    """The nearest module above `name` that is an FSDP2 group."""
+    """Return the name of the nearest module above `name` that is an FSDP2 group."""
     while name:
         name = name.rpartition(".")[0]
         if name in owners:
@@ -271,7 +277,7 @@ def owner_of(name: str, owners: Container[str]) -> str:
 
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which all groups are gathered: `MixedPrecisionPolicy.param_dtype`, or fp32."""
+    """Return the dtype in which all groups are gathered: `MixedPrecisionPolicy.param_dtype`, or fp32."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     dtypes = {state._mp_policy.param_dtype or torch.float32 for state in states}
     if len(dtypes) != 1:
@@ -280,26 +286,26 @@ def gathered_dtype(model: nn.Module) -> torch.dtype:
 
 
 def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put parameters in the place of others; tied ones stay tied because the same object stands under each name.
+    """Replace parameters; tied ones stay tied, because the same object replaces them under each name.
 
-    From then on the modules refuse what would put ordinary tensors in their place again: half(), to_empty(), to("meta"), ...
+    Afterwards the modules reject conversions to ordinary tensors: half(), to_empty(), to("meta"), ...
     """
     for module in model.modules():
         replaced = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
-        if replaced:  # module by module: wrappers change the names that the whole model's load_state_dict takes
+        if replaced:  # module by module: wrappers change the names that load_state_dict of the whole expects
             module.load_state_dict(replaced, strict=False, assign=True)
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
 
 
 def is_in_forward(module: nn.Module | FSDPModule) -> bool:
-    """Whether a forward of the group's module is going on, or about to."""
+    """Return True if a forward of the group's module is running or about to run."""
     assert isinstance(module, FSDPModule)
     return bool(module._get_fsdp_state()._training_state.name == "FORWARD")
 
 
 def forget_gathered(module: FSDPModule) -> None:
-    """Free a group, and take from its gathered parameters their memory, which belonged to another owner."""
+    """Release a group, and take away its gathered parameters' memory, which belongs to another owner."""
     module.reshard()
     for group in param_groups_of(module):
         for parameter in group.fsdp_params:
@@ -309,7 +315,7 @@ def forget_gathered(module: FSDPModule) -> None:
 
 
 def has_trained(module: FSDPModule | None) -> bool:
-    """Whether a parameter of its group is trained now."""
+    """Return True if a parameter of the group currently requires a gradient."""
     groups = param_groups_of(module) if module is not None else []
     return any(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
@@ -317,16 +323,18 @@ def has_trained(module: FSDPModule | None) -> bool:
 def set_gradient_handlers(
     module: FSDPModule, take: TakeUnreduced, came_further: Callable[[float], object] | None
 ) -> None:
-    """Have `take` called with the gradients of a group that FSDP2 would only copy, and `came_further` with the share of its
-    elements of which autograd has computed the gradient, whenever that grows. Without effect where a module has several groups,
-    whose parameters are sharded over different meshes."""
+    """Set callbacks for the gradients of a group.
+
+    `take` gets the gradients that FSDP2 would only copy. `came_further` gets the share of the group's elements that
+    have a gradient, whenever it grows. Does nothing if the module has several groups, sharded over different meshes.
+    """
     groups = param_groups_of(module)
     if len(groups) == 1:
         groups[0].take_unreduced, groups[0].came_further = take, came_further
 
 
 def forget_when_written(module: FSDPModule, forget: Callable[[], object]) -> None:
-    """Have `forget` called when a gathered parameter of a group was found to be written to."""
+    """Call `forget` when a write to a gathered parameter of a group is detected."""
     for group in param_groups_of(module):
         group.after_write = forget
 
@@ -334,20 +342,21 @@ def forget_when_written(module: FSDPModule, forget: Callable[[], object]) -> Non
 def _apply_unless_it_converts(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`module._apply`, through which every conversion passes, for those that leave an fp32 tensor as it is."""
+    """Do `module._apply`, used by every conversion, only if it leaves fp32 tensors unchanged."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     probe = torch.empty(1, dtype=torch.float32, device=device)
     if fn(probe) is not probe:
         raise ConfigError(
-            "the model is paged: its fp32 masters are on NVMe and can't be converted or moved in place; the dtype of compute "
-            "is bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
+            "the model is paged: its fp32 masters are on NVMe and can't be converted or moved in place; set the "
+            "compute dtype by bf16.enabled in the config (MixedPrecisionPolicy in your own loop), and save it by "
+            "Engine.save_16bit_model"
         )
     applied: nn.Module = type(module)._apply(module, fn, recurse)
     return applied
 
 
 def _gathers(module: FSDPModule, root: bool) -> int:
-    """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
+    """Return 1 if parameters stay gathered from forward to backward, as the root's do by default; else 2."""
     stays = all(group.post_forward_mesh_info is None for group in param_groups_of(module))
     state = module._get_fsdp_state()
     root_stays = root and getattr(state, "_auto_reshard_after_forward", True)  # always in older torch
@@ -355,12 +364,12 @@ def _gathers(module: FSDPModule, root: bool) -> int:
 
 
 def reshards_to_fewer_ranks(module: FSDPModule) -> bool:
-    """Whether it keeps a second sharding from forward to backward."""
+    """Return True if FSDP2 keeps a second sharding from forward to backward."""
     return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in param_groups_of(module))
 
 
 def param_groups_of(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of a module's parameters, one for each mesh that they are sharded over."""
+    """Return FSDP2's groups of a module's parameters, one for each mesh that they are sharded over."""
     return module._get_fsdp_state()._fsdp_param_groups
 
 
@@ -369,16 +378,17 @@ def _checked(name: str, parameter: nn.Parameter) -> DTensor:
         raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
     if parameter.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
-            f"parameter {name} is placed {parameter.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
+            f"parameter {name} has placements {parameter.placements}; only Shard(0), alone or replicated (HSDP), can "
+            "be paged"
         )
     if parameter.requires_grad and not parameter.numel():
         raise ConfigError(
-            f"parameter {name} has no elements, and FSDP2 can't reduce its gradient: freeze it (requires_grad_(False)), as no "
-            "update changes it"
+            f"parameter {name} has no elements, and FSDP2 can't reduce its gradient: freeze it "
+            "(requires_grad_(False)), since no update changes it"
         )
     if parameter.dtype != torch.float32:
         raise ConfigError(
-            f"parameter {name} is {parameter.dtype}: page fp32 masters and let MixedPrecisionPolicy(param_dtype=...) choose "
-            "the dtype of compute"
+            f"parameter {name} is {parameter.dtype}: page fp32 masters, and set the compute dtype by "
+            "MixedPrecisionPolicy(param_dtype=...)"
         )
     return parameter

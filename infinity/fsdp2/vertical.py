@@ -1,27 +1,28 @@
 """The vertical schedule: all micro-batches of a step pass through a group before the next group. Training thread only.
 
 [Note: The vertical schedule]
-Each micro-batch runs the model's own forward, as a coroutine that pauses where it is about to call a group. When all have come
-to a group, they pass through it, one after the other. The first gathers it, the last releases it. One backward over all losses
-goes the same way back: autograd runs the nodes that were made last first, so all micro-batches pass through a group before the
-one below. They take turns in descending order, hence backward in ascending order, which is the order of their sums. So the
-numbers are those of one micro-batch after the other, bit for bit, with [Note: A leaf for each micro-batch] in running_group.py.
+Each micro-batch runs the model's own forward as a coroutine that pauses before each group. When all micro-batches have
+reached a group, they pass through it one after the other: the first gathers it, the last releases it. One backward over
+all losses returns the same way: autograd runs the newest nodes first, so all micro-batches pass through a group before
+the one below. They take turns in descending order, so the backward runs in ascending order, which is the order of their
+sums. With [Note: A leaf for each micro-batch] in running_group.py, the numbers equal those of one micro-batch after the
+other, bit for bit.
 
-The root is called once, with all micro-batches: FSDP2's hooks and ours see one forward.
+The root is called once, with all micro-batches, so FSDP2's hooks and infinity's see one forward.
 
-State that a forward leaves behind would be mixed up, so each pass looks for it: at every pause in the group that was passed
-through and outside of all, before the first group and at the end everywhere. If it finds some, that state is set back, and the
-step is a loop over its micro-batches (see kept_state.py). That may be a cache that the first forward fills, so the next step
-tries once more before the schedule is given up.
+Micro-batches would mix up state that a forward leaves behind. So each pass looks for such state: at every pause in the
+current group and outside all groups, and everywhere before the first group and at the end. If it finds some, it
+restores the state and runs the step as a loop over micro-batches (see kept_state.py). The cause may be a cache that the
+first forward fills, so the next step tries once more before the schedule is given up.
 
 [Note: The last turn goes back at once]
-In the turn of the last group each micro-batch, in ascending order, runs to its loss and back to the inputs of that group, and
-then the next one enters. So what the last group saves, the logits, and what the loss saves exist once. What waits are the
-gradients of those inputs (see cut.py); one backward from all of them follows, which begins with the loss of the last
+In the turn of the last group each micro-batch, in ascending order, runs to its loss and back to the inputs of that
+group before the next one enters. So activations of the last group, the logits and the loss exist once. The gradients of
+those inputs wait (see cut.py). One backward from all of them follows, which begins with the loss of the last
 micro-batch. The root's forward ends with the first micro-batch, so hooks see one forward and one backward as before.
 
-The last group is that of the last pass, in the first pass the last one in module order. If that is wrong, the pass is run once
-more. If a loss is computed from more than what enters the last group, all forwards end before the backward.
+The last group is that of the previous pass; in the first pass, the last one in module order. If that is wrong, the pass
+is repeated. If a loss uses more than the inputs of the last group, all forwards end before the backward.
 """
 
 from __future__ import annotations
@@ -54,34 +55,34 @@ from infinity.units import format_bytes
 
 
 class MicroBatch(NamedTuple):
-    """What the model is called with; or `around`, if given, with the model's forward before that, which it calls once."""
+    """Arguments of the model; or of `around`, if given, which gets the model's forward first and calls it once."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     around: Callable[..., Any] | None = None
 
     def on(self, forward: Callable[..., Any]) -> Callable[[], Any]:
-        """The call, of that forward."""
+        """Return the call, with that forward, as a function without arguments."""
         return partial(forward if self.around is None else partial(self.around, forward), *self.args, **self.kwargs)
 
 
 class Turn(NamedTuple):
-    """What a forward of one micro-batch gave."""
+    """Result of the forward of one micro-batch."""
 
     output: Any
     random: RandomState
-    """The random numbers that come next."""
+    """State of the random generators after it."""
     context: contextvars.Context
-    """The context variables as it left them."""
+    """The context variables after it."""
 
 
 def micro_batches_in(args: tuple[Any, ...]) -> int:
-    """How many micro-batches the root's forward that is called with these runs."""
+    """Return the number of micro-batches that a forward of the root with these arguments runs."""
     return args[0].count if args and isinstance(args[0], _Pass) else 1
 
 
 def gradients_in(args: tuple[Any, ...]) -> tuple[int, int]:
-    """Of that forward: how many micro-batches' gradients are handed on as one sum, and of how many reductions that is."""
+    """Return the numbers of micro-batches that the gradients of such a forward sum, and of reductions for that sum."""
     run = args[0] if args and isinstance(args[0], _Pass) else None
     if run is None or not run.is_whole_step:
         return 1, 1
@@ -89,7 +90,7 @@ def gradients_in(args: tuple[Any, ...]) -> tuple[int, int]:
 
 
 class Vertical:
-    """Runs forwards of a sharded model in the vertical schedule. `recover` makes anew what a forward left that is void."""
+    """Runs forwards of a sharded model in the vertical schedule. `recover` repairs state after an abandoned forward."""
 
     def __init__(self, model: nn.Module, recover: Callable[[], object]) -> None:
         assert isinstance(model, FSDPModule)
@@ -100,25 +101,25 @@ class Vertical:
         self.sums = ReusedBuffers(4 * sum(p.numel() for p in model.parameters())) if may_sum else None
         self.root = RunningGroup(model)
         self.groups = {cast(nn.Module, module): RunningGroup(module) for module in modules.values()}
-        """By module, without the root's."""
+        """Groups by module, without the root's."""
         self.why_not: str | None = _why_not(model, list(modules))
-        """Why the micro-batches of this model can't take turns, where that is known for good."""
+        """Permanent reason why the micro-batches of this model can't take turns, or None."""
         self.why_not_now = self.why_not
-        """Why those of the last step couldn't."""
+        """Reason why those of the last step could not."""
         self._pass: _Pass | None = None
-        """Of the forward or backward that is going on, or that an exception ended."""
+        """The current forward or backward, or one that an exception ended."""
         self._has_fitted = False
-        """Whether a forward of all micro-batches has come to its end."""
+        """True after a forward of all micro-batches has ended."""
         self.last: nn.Module | None = [*self.groups][-1] if self.groups else None
         """The group that is called last: see [Note: The last turn goes back at once]."""
         self.why_not_back: str | None = None
-        """Why no micro-batch goes back in the turn of that group, where that was found."""
+        """Reason why no micro-batch goes back in the turn of that group, or None."""
         self.once_more = False
-        """Whether the forward that could not be used may be, if it is run again."""
+        """True if a forward that could not be used may succeed if repeated."""
         self.share_that_fits: float | None = None
-        """Of the micro-batches of the last forward, where memory was too little for all."""
+        """Share of the last forward's micro-batches that fits in memory; None if all fit."""
         self._remaining: Remaining | None = None
-        """Of the last joined loss, until it went back."""
+        """Of the last joined loss, until its backward."""
         model.register_forward_pre_hook(self._begin, prepend=True)
 
     def forward(
@@ -131,12 +132,15 @@ class Vertical:
         goes_back: bool = True,
         memory: Memory | None = None,
     ) -> bool:
-        """Run the model for each micro-batch, with its random numbers. `losses` follow, `accepts` after the first, `backward`.
+        """Run the model for each micro-batch, with its random numbers.
 
-        state: taken just before. is_whole_step: whether these are all micro-batches of a step; else their gradients are added
-        to those of other passes, one by one. goes_back: whether the last turn may go back at once; else all forwards end now.
-        memory: for what they save, where that is to be looked at.
-        Returns False where they can't take turns, or wouldn't fit: `why_not_now` says why, and nothing was changed.
+        Then call `losses`, `accepts` after the first loss, and `backward`.
+
+        state: taken just before. is_whole_step: True if these are all micro-batches of a step; else their gradients are
+        added one by one to those of other passes. goes_back: True if the last turn may go back at once; else all
+        forwards end now.
+        memory: checks the memory for saved activations, if given.
+        Returns False if they can't take turns or don't fit: `why_not_now` has the reason, and nothing was changed.
         """
         self.abandon()
         self.once_more, self.share_that_fits = False, None
@@ -148,7 +152,7 @@ class Vertical:
         self.model.forward = run.forward
         try:
             with settings_restored(), _without_hooks(self.model) as hooked:
-                run.why_not = "hooks of your own are on the model itself" if hooked else None
+                run.why_not = "the model itself has user hooks" if hooked else None
                 returned: tuple[Any, ...] = self.model(run, micro_batches)
                 run.outputs[: len(returned)] = returned
         except _AnotherIsLast:
@@ -160,17 +164,17 @@ class Vertical:
             self._set_back(state)
             return False
         except CannotPause as reason:
-            if self._has_fitted and run.reductions_apart:  # the other ranks may not have come here
+            if self._has_fitted and run.reductions_apart:  # the other ranks may not stop here
                 raise InfinityError(
-                    f"the micro-batches of this model can't take turns, as they could before: {reason}; set "
-                    'infinity.schedule to "horizontal"'
+                    f"the micro-batches of this model can no longer take turns: {reason}; set infinity.schedule to "
+                    '"horizontal"'
                 ) from reason
             self._give_back(state, str(reason), for_good=True)
             return False
         except Exception:
             why = run.why_not or state.changed()
             if why is None or run.reductions_apart:
-                raise  # a loop would raise it too, or other ranks haven't
+                raise  # a loop would raise it too, or other ranks do not stop here
             self._give_back(state, why)
             return False
         finally:
@@ -178,8 +182,10 @@ class Vertical:
         return True
 
     def losses(self, loss_of: Callable[[int, Turn], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The loss of each micro-batch, in ascending order; `loss_of` computes it of its number and its turn. Where the last
-        turn goes back, the next one is computed when the backward of the one before is over."""
+        """Yield the loss of each micro-batch in ascending order; `loss_of` computes it from its number and its turn.
+
+        If the last turn goes back, each loss is computed after the backward of the one before.
+        """
         run = self._pass
         assert run is not None
         if run.last is None:
@@ -194,8 +200,8 @@ class Vertical:
             del loss
 
     def accepts(self, state: KeptState) -> bool:
-        """After the first loss: whether neither forwards nor losses left state behind that a loop would have in another order,
-        on all ranks. If not, it is set back as by `forward`. A collective."""
+        """After the first loss: return True if no rank's forwards or losses changed state that a loop would change in
+        another order. If they did, restore it as `forward` does. A collective."""
         run = self._pass
         assert run is not None
         whys = [run.why_not or state.differs(run.contexts), run.why_not_back]
@@ -203,7 +209,7 @@ class Vertical:
             device = next(self.model.parameters()).device
             differing = torch.tensor([float(why is not None) for why in whys], device=device)
             dist.all_reduce(differing)
-            others = ("a forward on another rank changes what outlives it", "that of another rank can't")
+            others = ("a forward on another rank changes state that outlives it", "that of another rank can't")
             whys = [
                 why or (words if on_one else None) for why, words, on_one in zip(whys, others, differing, strict=True)
             ]
@@ -218,7 +224,7 @@ class Vertical:
         return why is None and why_not_back is None
 
     def backward(self, losses: Iterator[torch.Tensor]) -> None:
-        """The backward of all micro-batches from `losses`, as they are computed: see the method of that name. `end` follows."""
+        """Run the backward of all micro-batches from the iterator that `losses` returned. Call `end` afterwards."""
         run = self._pass
         assert run is not None
         if run.last is None:
@@ -229,8 +235,11 @@ class Vertical:
             torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
 
     def join(self, losses: Iterator[torch.Tensor], scaled: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The sum of `losses` (see the method of that name). Where micro-batches can, all but the last go back now, from
-        `scaled` losses. A backward from the sum, `scaled` as well, is the rest, and then `end`."""
+        """Return the sum of `losses` (see the method `losses`).
+
+        If possible, all micro-batches but the last go back now, from `scaled` losses. A backward from the sum, also
+        `scaled`, does the remainder; then call `end`.
+        """
         run = self._pass
         assert run is not None
         if run.last is None:
@@ -252,9 +261,9 @@ class Vertical:
 
         def check() -> str | None:
             if not self.root.is_gathered:
-                return "the model was looked at or evaluated after the forward, which released what the backward needs"
+                return "the model was used after the forward, which released parameters that the backward needs"
             if any(parameter.grad is None for parameter in with_grad):
-                return "gradients of its parts were dropped after the forward (zero_grad)"
+                return "gradients were dropped after the forward (zero_grad)"
             return None
 
         grads = [grad for _, grad in inputs]
@@ -266,22 +275,22 @@ class Vertical:
 
     @property
     def awaits_rest(self) -> bool:
-        """Whether some gradients of a joined loss were computed, and the backward of the rest follows."""
+        """True if a joined loss has run part of its backward, and the remainder follows."""
         return self._remaining is not None
 
     def end(self) -> None:
-        """The backward is over, also that of a forward without micro-batches."""
+        """End the backward, also that of a forward without micro-batches."""
         if self._pass is not None:
             self._pass.end()
             self.abandon()
 
     def _repeat(self, state: KeptState) -> None:
-        """This forward is run again, and goes back from another group, or not before all are there."""
+        """Have this forward repeated, going back from another group or only after all forwards."""
         self.once_more = True
         self._set_back(state)
 
     def _give_back(self, state: KeptState, why: str, *, for_good: bool = False) -> None:
-        """This step is a loop; so are all from now on, if the last one was."""
+        """Run this step as a loop; if the last one was a loop too, run all later steps as loops."""
         self.why_not = why if for_good or self.why_not_now is not None else None
         self.why_not_now = why
         self._set_back(state)
@@ -289,11 +298,11 @@ class Vertical:
     def _set_back(self, state: KeptState) -> None:
         self.abandon()
         state.restore()
-        reshard(self.model)  # what is gathered may have been written to
+        reshard(self.model)  # gathered parameters may have been written to
         self._recover()
 
     def abandon(self) -> None:
-        """Where an exception ended a forward or its backward: the model is set as before it."""
+        """Reset the model to its state before a forward or backward that an exception ended."""
         run, self._pass = self._pass, None
         self._void("an exception or another forward came after the forward")
         if run is not None:
@@ -306,17 +315,17 @@ class Vertical:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         another = self._pass is not None and (not args or args[0] is not self._pass)
-        # A loss may ask the model for something, without gradients.
+        # A loss may call the model without gradients.
         if another and not in_backward() and (torch.is_grad_enabled() or self.awaits_rest):
             self.abandon()
 
 
 class _AnotherIsLast(Exception):
-    """A group is called after the one that was expected to be the last."""
+    """A group was called after the expected last one."""
 
 
 class _TooMuch(Exception):
-    """What micro-batches save is too much. `share`: of them, for which it is not."""
+    """Saved activations do not fit. `share`: share of the micro-batches that fits."""
 
     def __init__(self, words: str, share: float) -> None:
         super().__init__(words)
@@ -326,7 +335,7 @@ class _TooMuch(Exception):
 class _Pass:
     """A forward of all micro-batches, and the backward that follows it.
 
-    last: the group in whose turn each micro-batch goes back at once; None where all forwards end first.
+    last: the group in whose turn each micro-batch goes back at once; None if all forwards end first.
     """
 
     def __init__(
@@ -345,47 +354,47 @@ class _Pass:
         self._cuts: list[Cut] = []
         """By micro-batch that has gone back."""
         self.why_not_back: str | None = None
-        """Why none of them can."""
+        """Reason why none of them can go back at once, or None."""
         self._coroutines: list[Coroutine] = []
         self._hooks: list[RemovableHandle] = []
         self.outputs: list[Any] = [None] * len(random)
-        """By micro-batch: what its forward returned, until it is taken."""
+        """Output of each micro-batch's forward, until it is taken."""
         self.is_whole_step = is_whole_step
         self.reductions_apart = sums is None
-        """Whether the gradients of each micro-batch are reduced by themselves."""
+        """True if the gradients of each micro-batch are reduced separately."""
         self._state, self._memory = state, memory
         self.why_not: str | None = None
-        """State that a micro-batch left behind where others run, in words."""
+        """State that a micro-batch changed for others, in words, or None."""
         self._passed: set[nn.Module] = set()
-        """The groups that the running micro-batch was in since its last pause."""
+        """Groups that the running micro-batch used since its last pause."""
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         self._instance_forward = model.__dict__.get("forward")
         self._original_forward = model.forward
         self._resharding = {module for module, group in self._groups.items() if group.is_resharded_after_forward}
         self._called: set[tuple[nn.Module, int]] = set()
         self._inside: list[list[nn.Module]] = [[] for _ in random]
-        """By micro-batch: the groups whose forward it is in, the innermost last."""
+        """Groups whose forward each micro-batch is in, innermost last."""
         self._is_last = False
-        """Whether it is the last of this turn that runs."""
+        """True if the running micro-batch is the last of this turn."""
         self._returning: Counter[nn.Module] = Counter()
-        """By group: how many micro-batches are still to come to its inputs in the backward."""
+        """Number of micro-batches whose backward has not reached the group's inputs, by group."""
         self._have_gradients: dict[nn.Module, bool] = {}
-        """By group: whether its inputs have."""
+        """True if the group's inputs require gradients, by group."""
         self.micro_batch = 0
-        """The one that runs."""
+        """Number of the running micro-batch."""
         self._running: Coroutine | None = None
         for group in (self._root, *self._groups.values()):
             group.clear(is_running=True, sums=sums)
 
     @property
     def count(self) -> int:
-        """Micro-batches."""
+        """Number of micro-batches."""
         return len(self._random)
 
-    # The forward.
+    # Forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in the place of the root's forward; for other calls than that of `Vertical.forward`, as if it didn't."""
+        """Replace the root's forward for the call in `Vertical.forward`; pass other calls on to the original."""
         if not args or args[0] is not self:
             self.restore_forward()
             return self._original_forward(*args, **kwargs)
@@ -412,8 +421,8 @@ class _Pass:
         while not all(coroutine.is_done for coroutine in coroutines):
             module = coroutines[0].waits_for
             if any(coroutine.is_done or coroutine.waits_for is not module for coroutine in coroutines):
-                # Their sums would come in another order than a loop's.
-                raise CannotPause("they take different ways through its groups")
+                # Their sums would be in another order than in a loop.
+                raise CannotPause("they take different routes through its groups")
             if module is not None and module is self.last:
                 if not self._inside[0]:
                     self.end_forward(0)
@@ -429,10 +438,10 @@ class _Pass:
         return tuple(coroutine.result for coroutine in coroutines)
 
     def end_forward(self, micro_batch: int) -> None:
-        """A micro-batch passes through the last group, and comes to the end of its forward."""
+        """Run a micro-batch through the last group to the end of its forward."""
         coroutine = self._coroutines[micro_batch]
         self._is_last = False
-        with without_saving(), self._root.forward_again():  # what it saves is used at once
+        with without_saving(), self._root.forward_again():  # saved tensors are used at once
             self._go_on(micro_batch)
             while micro_batch == 0 and not coroutine.is_done:
                 self.last_called = coroutine.waits_for
@@ -440,48 +449,48 @@ class _Pass:
         if self.last_called is not self.last:
             raise _AnotherIsLast
         if not coroutine.is_done:
-            self._refuse(micro_batch, "it takes another way through its groups")
+            self._refuse(micro_batch, "it takes another route through its groups")
         if micro_batch:
             self.outputs[micro_batch] = self._root.cast_output(coroutine.result)
         if micro_batch == self.count - 1:
             self._end_turns()
 
     def take_turn(self, micro_batch: int) -> Turn:
-        """What the forward of a micro-batch gave, which is kept here no more."""
+        """Return the result of a micro-batch's forward, and drop it here."""
         output, coroutine = self.outputs[micro_batch], self._coroutines[micro_batch]
         self.outputs[micro_batch] = coroutine.result = None
         return Turn(output, coroutine.random, coroutine.context)
 
     def note_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
-        """The loss is there from which a micro-batch goes back. Whether it can is found at the first."""
+        """Check the loss from which a micro-batch goes back; the first loss decides if that is possible."""
         if micro_batch < self.count - 1 and self.why_not_back is None:
             cut = self._cuts[micro_batch]
             if cut.is_passed(loss):
-                self.why_not_back = "a loss is computed from more than what enters the last group"
+                self.why_not_back = "a loss uses more than the inputs of the last group"
             else:
                 shared = cut.leaves_on_both_sides(loss)
-                if any(count > 1 for count in shared.values()):  # their sum would come in another order
+                if any(count > 1 for count in shared.values()):  # the order of summation would change
                     self.why_not_back = "a parameter of the last turn is used more than once before"
                 if not all(group.await_rest(shared) for group in (self._root, *self._groups.values())):
-                    self.why_not_back = "a gradient hook is on a parameter that is used before and in the last turn"
+                    self.why_not_back = "a parameter with a gradient hook is used both in the last turn and before"
         why = self.why_not or self.why_not_back or self._state.changed_in([self._coroutines[micro_batch].context])
         if micro_batch and why:
             self._refuse(micro_batch, why)
 
     def _refuse(self, micro_batch: int, why: str) -> NoReturn:
         raise InfinityError(
-            f"micro-batch {micro_batch} of this step can't take turns as the first one did, whose backward is over: {why}; "
-            'train with gradient_accumulation_steps and infinity.schedule "horizontal"'
+            f"micro-batch {micro_batch} of this step can't take turns, although the first one did and its backward is "
+            f'done: {why}; train with gradient_accumulation_steps and infinity.schedule "horizontal"'
         )
 
     @property
     def contexts(self) -> list[contextvars.Context]:
-        """The context variables of each micro-batch whose forward is over."""
+        """The context variables of each micro-batch whose forward has ended."""
         return [coroutine.context for coroutine in self._coroutines if coroutine.is_done]
 
     @property
     def remaining(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where the backward of those that went back at once continues, and the gradients for it."""
+        """Tensors where the backward continues for micro-batches that went back at once, and their gradients."""
         return [pair for cut in self._cuts for pair in cut.remaining]
 
     def _end_turns(self) -> None:
@@ -503,8 +512,8 @@ class _Pass:
         self.why_not = self.why_not or self._state.changed(None if begins else self._passed)
 
     def _come_to(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A micro-batch is about to call a group."""
-        if self._running is None:  # activation checkpointing runs a forward again
+        """Forward pre-hook, first: pause the micro-batch before a group."""
+        if self._running is None:  # activation checkpointing recomputes a forward
             return None
         if (module, self.micro_batch) in self._called:
             raise CannotPause(f"group {self._names[module]} is called twice in a forward")
@@ -526,7 +535,7 @@ class _Pass:
             return None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The group is gathered, and the micro-batch enters it. In the backward FSDP2 releases it at the inputs of each."""
+        """Forward pre-hook, last: enter the gathered group. In the backward FSDP2 releases it at its inputs."""
         if self._running is None:
             return
         self._inside[self.micro_batch].append(module)
@@ -547,7 +556,7 @@ class _Pass:
                 tensor.register_hook(partial(self._come_back, module, came_back))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The micro-batch has passed through the group, which is released after the last."""
+        """Forward hook: leave the group, which is released after the last micro-batch."""
         if self._running is None:
             return
         self._inside[self.micro_batch].remove(module)
@@ -556,17 +565,17 @@ class _Pass:
             cast(FSDPModule, module).set_reshard_after_forward(self._is_last, recurse=False)
 
     def restore_forward(self) -> None:
-        """The root's forward is its own again. Idempotent."""
+        """Restore the root's own forward. Idempotent."""
         if self._model.__dict__.get("forward") == self.forward:
             if self._instance_forward is not None:
                 self._model.__dict__["forward"] = self._instance_forward
             else:
                 del self._model.__dict__["forward"]
 
-    # The backward.
+    # Backward
 
     def _come_back(self, module: nn.Module, came_back: itertools.count[int], grad: torch.Tensor) -> None:
-        """A gradient has reached an input of a group, as FSDP2 is about to hear."""
+        """Hook: a gradient has reached an input of a group; FSDP2's hook runs next."""
         if next(came_back) == 0:
             self._returning[module] -= 1
             if not self._returning[module]:
@@ -574,7 +583,7 @@ class _Pass:
                 cast(FSDPModule, module).set_reshard_after_backward(True, recurse=False)
 
     def go_back(self, losses: Iterator[torch.Tensor]) -> None:
-        """All micro-batches but the last go back, in the last group's turn: FSDP2 takes that for a part of what follows."""
+        """Run the backward of all micro-batches but the last in the last group's turn; FSDP2 sees one backward."""
         assert self.last is not None
         for _ in range(self.count - 1):
             with self._root.part_of_backward():
@@ -582,8 +591,7 @@ class _Pass:
             self._groups[self.last].become_idle()
 
     def end(self) -> None:
-        """The backward is over. What waited for a micro-batch that no gradient reached is released, and its gradients are in
-        `.grad`."""
+        """End the backward: put sums that still wait into `.grad`, and release their groups."""
         for module, count in self._returning.items():
             if count:
                 cast(FSDPModule, module).reshard()
@@ -591,10 +599,10 @@ class _Pass:
             group.end()
 
     def reset(self) -> None:
-        """The levers of the groups are as before the forward."""
+        """Restore the groups' settings from before the forward."""
         self.restore_forward()
         self._end_turns()
-        self._cuts, self._coroutines, self.outputs = [], [], []  # Python doesn't see that they hold this pass
+        self._cuts, self._coroutines, self.outputs = [], [], []  # reference cycles that Python can't see
         for module in self._resharding:
             cast(FSDPModule, module).set_reshard_after_forward(True, recurse=False)
         for module in self._returning:
@@ -605,7 +613,7 @@ class _Pass:
 
 @contextlib.contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[bool]:
-    """A call of the model runs none of the user's hooks on it, as they would see all micro-batches. Whether it has any."""
+    """Disable the user's hooks on the model, which would see all micro-batches at once; yield True if any exist."""
     of_model = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
     everywhere = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
     taken = [
@@ -628,9 +636,9 @@ def _no_hook(*_: Any, **__: Any) -> None:
 
 
 class Memory:
-    """Whether what the micro-batches save up to the end of the forward fits, judged by what it takes after each group.
+    """Predicts, from the memory taken after each group, if the saved activations of all micro-batches fit.
 
-    available_bytes: what may still be taken; None is unknown. bytes_max: of what they save, together.
+    available_bytes: returns the free memory; None if unknown. bytes_max: upper bound of all saved activations.
     """
 
     def __init__(self, available_bytes: Callable[[], int | None], bytes_max: int) -> None:
@@ -639,7 +647,7 @@ class Memory:
         self._turns = 0
 
     def end_turn(self, *, groups: int) -> None:
-        """All have passed through one more of so many groups. Raises _TooMuch if the others would take more than there is."""
+        """End a group's turn, of `groups` in all. Raises _TooMuch if the remaining turns would exceed the memory."""
         available = self._available_bytes()
         self._first = available if self._first is None else self._first
         if available is None or self._first is None:
@@ -647,21 +655,19 @@ class Memory:
         if self._turns:
             total, most = (self._first - available) * (groups - 1) // self._turns, min(self._first, self._bytes_max)
             if total > most:
-                limit = "available" if most == self._first else "what all states take in memory"
-                words = (
-                    f"what they save for the backward would take {format_bytes(total)}; {format_bytes(most)} is {limit}"
-                )
+                limit = "available" if most == self._first else "the memory that all model states would take"
+                words = f"saved activations would take {format_bytes(total)}; {format_bytes(most)} is {limit}"
                 raise _TooMuch(words, most / total)
         self._turns += 1
 
 
 def _why_not(model: nn.Module, names: Sequence[str]) -> str | None:
     if len(names) == 0:
-        return "it is one group"
+        return "it has only one group"
     if any(isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module) for module in model.modules()):
         return "zero_hpz_partition_size keeps a second sharding"
     if any(True for _ in routed_experts(model)):
-        return "its micro-batches come to different experts"
+        return "its micro-batches use different experts"
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or isinstance(
             module, torch._dynamo.OptimizedModule

@@ -1,4 +1,4 @@
-"""Which modules become groups: the repeated blocks of a model, or the classes that the config names."""
+"""Chooses the modules that become groups: the repeated blocks of a model, or the classes that the config names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from infinity.errors import ConfigError
 
 
 def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
-    """The modules that get a `fully_shard` call of their own, inner before outer; everything else is in the root group.
+    """Return the modules that get their own `fully_shard` call, inner before outer; all others are in the root group.
 
-    With `classes` None: what the model names in `_no_split_modules`, else the members of every outermost ModuleList or
-    Sequential that holds at least two modules of one class with parameters. A module that shares a parameter with another
-    module stays in the group around both.
+    If `classes` is None: the classes in the model's `_no_split_modules`, or else the members of every outermost
+    ModuleList or Sequential that holds at least two modules of one class with parameters. A module that shares a
+    parameter with another module stays in the group around both.
 
     Raises ConfigError for a class name that no module of the model has.
     """
@@ -34,10 +34,11 @@ def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.
 
 
 def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_module: int) -> list[nn.Module]:
-    """`wrap` with every outermost module of the model that has at most so many elements per submodule as one group.
+    """Return `wrap`, with each outermost module that has few elements per submodule as one group.
 
-    A submodule counts with all below it, and the module itself counts too. What nobody calls, as a ModuleList, can't be one;
-    where the model itself is so small, all of it is the root group.
+    numel_per_module: upper bound; a submodule counts with all below it, and the module itself counts too. A module that
+    is never called, such as a ModuleList, can't be a group. If the whole model is so small, all of it is the root
+    group.
     """
     groups = list(wrap)
 
@@ -58,9 +59,9 @@ def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_m
 
 
 def largest_part(module: nn.Module, model: nn.Module, wrap: Collection[nn.Module]) -> nn.Module | None:
-    """The largest module within the group of `module` that could be a group of its own; None where nothing could.
+    """Return the largest module inside the group of `module` that could be its own group, or None.
 
-    What torch.nn itself is made of stays whole, because it uses the parameters of its parts without calling them.
+    Modules of torch.nn stay whole, because they use the parameters of their parts without calling them.
     """
     parts = _keeping_tied((part for part in _parts(module) if part not in wrap), model)
     return max(parts, key=lambda part: _numel_outside_groups(part, wrap), default=None)
@@ -70,7 +71,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
     if type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_CONTAINERS, nn.Sequential)):
         return
     for child in module.children():
-        if isinstance(child, _CONTAINERS):  # nobody calls these, so nothing would gather them
+        if isinstance(child, _CONTAINERS):  # never called, so its hooks would not gather it
             yield from _parts(child)
         elif any(True for _ in child.parameters()):
             yield child
@@ -80,13 +81,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _numel_outside_groups(module: nn.Module, wrap: Collection[nn.Module]) -> int:
-    """Elements under `module` that are in no group below it."""
+    """Return the number of elements under `module` that are in no group below it."""
     direct = sum(p.numel() for p in module.parameters(recurse=False))
     return direct + sum(_numel_outside_groups(child, wrap) for child in module.children() if child not in wrap)
 
 
 def _keeping_tied(modules: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Those of `modules` that share no parameter with a module that is not part of them."""
+    """Return the modules that share no parameter with a module outside them."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -878,7 +878,7 @@ def test_a_buffer_without_memory_gets_the_value_in_the_file(nvme_path: Path, tmp
 def test_a_file_without_a_buffer_that_belongs_in_it_is_refused(nvme_path: Path, tmp_path: Path) -> None:
     tensors = {name: t.clone() for name, t in Model().state_dict().items() if name not in ("head.weight", "scale")}
     save_file(tensors, tmp_path / "m")
-    with pytest.raises(infinity.CheckpointError, match="doesn't fit the model: missing scale"):
+    with pytest.raises(infinity.CheckpointError, match="missing scale"):
         engine_for(nvme_path, weights=tmp_path / "m")
     model = Model()
     del model.scale
@@ -917,10 +917,10 @@ def test_each_tensor_comes_from_the_file_that_the_index_names(
     index.write_text(json.dumps({"weight_map": {"weight": "a", "bias": "b"}}))
     assert read() == 1.0
     index.write_text(json.dumps({"weight_map": {"weight": "a", "bias": "a"}}))
-    with pytest.raises(infinity.CheckpointError, match=r"a lacks bias, which model.* says it holds: fetch both again"):
+    with pytest.raises(infinity.CheckpointError, match=r"a lacks bias, which model.* lists: fetch both again"):
         read()
     save_file({**stale, **bias}, tmp_path / "model.safetensors")
-    assert read() == 2.0 and caplog.text.count("the former is read") == 1
+    assert read() == 2.0 and caplog.text.count("using the former") == 1
 
 
 @pytest.mark.inputs
@@ -994,7 +994,7 @@ def test_an_init_fn_and_a_module_without_reset_parameters(nvme_path: Path) -> No
 
     with infinity.init_empty():
         model = nn.Sequential(nn.Linear(16, 16), Scale())
-    with pytest.raises(infinity.ConfigError, match=r"without a reset_parameters\(\) method: 1; pass init_fn"):
+    with pytest.raises(infinity.ConfigError, match=r"no reset_parameters\(\) method: 1; pass init_fn"):
         engine_for(nvme_path, model=model)
 
     def init(module: nn.Module) -> None:
@@ -1026,8 +1026,6 @@ def test_a_meta_buffer_that_nothing_fills_is_refused(nvme_path: Path) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 0.5)
 
-    with pytest.raises(
-        infinity.ConfigError, match="buffers built on the meta device that nothing gave values to: scale"
-    ):
+    with pytest.raises(infinity.ConfigError, match="buffers on the meta device were not initialised: scale"):
         engine_for(nvme_path, model=model, init_fn=fill)
     assert not list(nvme_path.iterdir())

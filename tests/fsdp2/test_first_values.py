@@ -87,7 +87,7 @@ def test_a_parameter_that_nothing_gives_a_value_is_named(nvme_path: Path) -> Non
 
     with infinity.init_empty():
         model = Forgotten()
-    with pytest.raises(infinity.ConfigError, match=r"nothing gave values to: parts\.0\.table; set them in"):
+    with pytest.raises(infinity.ConfigError, match=r"not initialised: parts\.0\.table"):
         engine_for(nvme_path, model)
     assert not list(nvme_path.iterdir())
 

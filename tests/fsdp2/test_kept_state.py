@@ -114,5 +114,5 @@ def test_a_tensor_that_is_too_large_for_a_copy_is_refused_in_words(monkeypatch: 
     model = Model()
     state = KeptState(model)
     model.inner.running_mean.add_(1)
-    with pytest.raises(infinity.InfinityError, match=r"buffer inner.running_mean is changed.*start again with"):
+    with pytest.raises(infinity.InfinityError, match=r"buffer inner.running_mean is changed.*too large to restore"):
         state.restore()

@@ -92,15 +92,15 @@ def test_a_bound_too_small_for_one_group_names_the_group_and_the_wrap_that_does(
     text = refused(settings)
     assert f"group blocks.0 has {scene.BLOCK_NUMEL} elements" in text
     assert f"root group of {scene.ROOT_NUMEL} elements" in text
-    assert f"or a bound of {scene.LEAST}" in text
-    assert '"infinity": {"wrap": ["Mlp", "Linear"]} would do' in text
+    assert f"a bound of {scene.LEAST}" in text
+    assert '"infinity": {"wrap": ["Mlp", "Linear"]} is fine enough' in text
     settings["infinity"]["wrap"] = ["Mlp", "Linear"]
     infinity.initialize(model=scene.Model(), config=settings)[0].close()
 
 
 def test_a_bound_that_no_wrap_satisfies_names_the_one_that_would_do(nvme_path: Path) -> None:
     text = refused(scene.settings(scene.Case(scene.ROOT_NUMEL - 1), str(nvme_path)))
-    assert f"no finer wrap would do, or a bound of {scene.LEAST}" in text
+    assert f"no finer wrap fits, or set a bound of {scene.LEAST}" in text
     infinity.initialize(model=scene.Model(), config=scene.settings(scene.Case(scene.LEAST), str(nvme_path)))[0].close()
 
 
@@ -111,7 +111,7 @@ def test_finer_wrapping_is_said(nvme_path: Path, caplog: pytest.LogCaptureFixtur
     with engine:
         assert engine.live is not None
         assert len(engine.live.outline.groups) == 1 + 2 * scene.BLOCKS
-    assert 'wrapping finer, as "infinity": {"wrap": ["Mlp", "Linear"]} does' in caplog.text
+    assert 'wrapping finer, like "infinity": {"wrap": ["Mlp", "Linear"]}' in caplog.text
 
 
 def test_groups_that_stay_gathered_are_said(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ def test_all_ranks_say_which_group_which_rank_came_to(
 ) -> None:
     done = forked_ranks(SCRIPT, str(nvme_path), place, scene, check=False, timeout_seconds=60)
     for rank in (0, 1):
-        assert re.search(rf'rank {rank}: the ranks went different ways .*{ways}.*"wrap": \["Layer"', done.stdout), (
+        assert re.search(rf'rank {rank}: the ranks took different routes .*{ways}.*"wrap": \["Layer"', done.stdout), (
             done.stdout
         )
 

@@ -102,9 +102,9 @@ def test_what_can_not_be_done_names_the_parameter(path: Path | None) -> None:
     with make(path) as engine:
         module = engine.module
         x = torch.ones(2, 8)
-        with refused("1.bias, which is sharded"):
+        with refused("sharded parameter 1.bias"):
             module[1](x)
-        with refused("0.0.0.weight, which is sharded"):
+        with refused("sharded parameter 0.0.0.weight"):
             engine.backward(engine(x).sum() + module[0][0][0].weight.square().sum())
         engine.zero_grad()
         with refused(r"AveragedModel\(copy.deepcopy\(model\)\)"):
@@ -112,7 +112,7 @@ def test_what_can_not_be_done_names_the_parameter(path: Path | None) -> None:
         before = values(module)
         for p, q in zip(model().parameters(), module.parameters(), strict=True):
             p.data, q.data = q.data, p.data
-        with refused("0.0.0.weight is sharded, and can't have another tensor as its .data"):
+        with refused("0.0.0.weight is sharded.* can't be assigned to its .data"):
             engine(x)
         assert all(map(torch.equal, values(module), before))
         step(engine)

@@ -90,7 +90,7 @@ def test_codes_without_scales_are_no_weights(nvme_path: Path) -> None:
     tensors = load_file(adapted.save(nvme_path / "weights", case) / "model.safetensors")
     bare = {name: tensor for name, tensor in tensors.items() if "SCB" not in name and "format" not in name}
     adapted.write(nvme_path / "weights", bare, case)
-    with pytest.raises(CheckpointError, match="is in I8, and nothing there says what its codes mean"):
+    with pytest.raises(CheckpointError, match="is in I8, but the file has no information"):
         adapted.make(case, nvme_path / "weights", str(nvme_path / "swap"))
 
 
