@@ -1,22 +1,22 @@
-"""Activations that autograd saves, kept elsewhere from their forward to their backward: which ones, and for how long.
+"""Offloads activations that autograd saves from their forward to their backward.
 
-`make_activations` chooses the store (stores.py). Runs on the thread that runs forward and backward.
+Used by the thread that runs forward and backward.
 
 [Note: What moves, and when it is forgotten]
-Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it again in the backward, last saved first. A
-tensor moves if it is large, holds floating-point numbers, fills its storage (a view of a part would keep the whole) and is no
-parameter (FSDP2 frees and refills those by itself). A tensor that several operations save moves once and comes back once. While
-one comes back, those saved before it are prefetched.
+Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it in the backward, last saved first.
+A tensor moves if it is large, floating-point, fills its storage (a view of a part would keep the whole) and is no
+parameter (FSDP2 frees and refills those). A tensor that several operations save moves once and comes back once. When
+one is fetched, those saved before it are prefetched.
 
-A tensor is forgotten when autograd has let go of it: after its backward, or when the graph is dropped without one (a loss that
-is thrown away, an exception). Python may tell so at any moment and on any thread, so it is only noted then; the place is given
-free the next time that something is saved or asked for, or the engine closes.
+A tensor is forgotten when autograd drops it: after its backward, or when a graph is dropped without one (an unused
+loss, an exception). Python may report this at any time on any thread, so it is only recorded. The space is freed at the
+next save, fetch or close.
 
-An exception may end this code itself, at any line. Then it is unknown what is where: `recover` forgets all that was saved so
-far, and a backward that asks for any of it is refused.
+An exception may interrupt this code at any line. The state is then unknown: `recover` forgets all saved tensors, and a
+backward that asks for one raises.
 
-With activation checkpointing a forward saves the inputs of what is checkpointed, and those move. What the recomputation in the
-backward saves stays where it is, because it is used at once.
+With activation checkpointing a forward saves the inputs of checkpointed blocks, and those move. Tensors that the
+recomputation saves do not move, because they are used at once.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from infinity.swap import SwapManager
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
-    """Where what a forward saves is kept until its backward."""
+    """Settings for offloading saved activations."""
 
     device: str
-    """"none" leaves it where it is; "cpu" is host memory, "nvme" the drives of the model."""
+    """"none" for no offload; "cpu" for host memory, "nvme" for the model's drives."""
     bytes_min: int
-    """Tensors of fewer bytes stay where they are."""
+    """Smaller tensors (bytes) stay on the device."""
     host_bytes_max: int | None
-    """At most so many bytes of host memory, with "cpu". None is no bound."""
+    """With "cpu": upper bound of host memory (bytes); None for no bound."""
     pin_memory: bool
-    """Whether that memory is registered with the GPU."""
+    """True if that memory is registered with the GPU."""
 
 
 def make_activations(
     options: ActivationOptions, swap: SwapManager | None, torch_device: torch.device
 ) -> tuple[Activations | None, list[str]]:
-    """What moves saved activations, or None where nothing does; and notes. "nvme" takes a model that `swap` pages."""
+    """Return the `Activations` for `options`, or None if nothing moves, and notes. "nvme" needs a paged model."""
     if options.device == "none":
         return None, []
     device = swap.paging.device if swap is not None else device_for(torch_device)
     if options.device == "cpu" and not device.is_discrete:
-        return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
+        return None, ['offload_activations to "cpu" has no effect: the model computes on the CPU']
     store: ActivationStore
     if options.device == "nvme":
         assert swap is not None
@@ -75,8 +75,11 @@ def make_activations(
 
 @dataclass(eq=False)
 class _Entry:
-    """A tensor that was moved. `handles`: how many of autograd's saved tensors it stands for; `asked`: how many of these were
-    asked for since it came back."""
+    """A tensor that was moved.
+
+    `handles`: number of autograd's saved tensors that it stands for. `asked`: number of these fetched since it came
+    back.
+    """
 
     number: int
     item: Any
@@ -85,50 +88,50 @@ class _Entry:
     handles: int = 0
     asked: int = 0
     back: torch.Tensor | None = field(default=None, repr=False)
-    """The tensor, for those who still ask."""
+    """The tensor, for further fetches."""
     is_lost: bool = False
 
 
 class _Handle:
-    """What autograd holds instead of a tensor."""
+    """Autograd's replacement for a saved tensor."""
 
     def __init__(self, entry: _Entry) -> None:
         self.entry = entry
 
 
 class Activations:
-    """See the note of this file.
+    """Moves the saved activations of a model: see the note of this file.
 
-    store: where they are kept. bytes_min: smaller tensors stay where they are.
+    store: where they are kept. bytes_min: smaller tensors stay on the device.
     """
 
     def __init__(self, store: ActivationStore, *, bytes_min: int) -> None:
         self._store = store
         self._bytes_min = bytes_min
         self._entries: dict[int, _Entry] = {}
-        """By number, ascending: in the order in which they were saved."""
+        """By number, in the order in which they were saved."""
         self._known: dict[tuple[object, ...], tuple[StorageWeakRef, _Entry]] = {}
         self._ended: deque[_Entry] = deque()
-        """One for each handle that autograd let go of."""
+        """One entry for each handle that autograd dropped."""
         self._moving = False
-        """Whether something is being put away, or brought back, or was when an exception came."""
+        """True while a tensor is being moved, or after an exception interrupted a move."""
         self.moved = 0
-        """Tensors that were moved since the start; each has its number of these."""
+        """Number of tensors moved since the start; also the number of the next one."""
         self._drive_bytes = (0, 0)
-        """As they were at the end of the last step."""
+        """The store's drive bytes at the end of the last step."""
         self.step_bytes = (0, 0)
-        """Bytes (read, written) that the last step's took of the drives."""
+        """Bytes (read, written) on the drives in the last step."""
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward that a backward follows: what is saved in it moves."""
+        """Move tensors that are saved inside the block: a forward that a backward follows."""
         self.recover()
         self._forget()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def recover(self) -> None:
-        """After a pass that an exception ended: where it ended this code too, forget all that was saved."""
+        """After an exception ended a pass: forget all saved tensors if it interrupted a move."""
         if not self._moving:
             return
         entries, self._entries = [*self._entries.values()], {}
@@ -139,12 +142,12 @@ class Activations:
         self._moving = False
 
     def end_step(self) -> None:
-        """What moves from now on belongs to the next step."""
+        """End the step: count later moves for the next one."""
         before, self._drive_bytes = self._drive_bytes, self._store.drive_bytes
         self.step_bytes = self._drive_bytes[0] - before[0], self._drive_bytes[1] - before[1]
 
     def close(self) -> None:
-        """Forget everything; backward passes of forwards before this fail."""
+        """Forget everything; backward passes of earlier forwards fail."""
         self._forget()
         for entry in self._entries.values():
             self._store.drop(entry.item)
@@ -154,14 +157,14 @@ class Activations:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Around what moves something: an exception in it, an asynchronous one included, leaves the note for `recover`."""
+        """Mark a move: any exception in the block, even an asynchronous one, leaves the mark for `recover`."""
         moving, self._moving = self._moving, True
         yield
         self._moving = moving
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         if not self._is_worth_it(tensor):
-            return tensor.detach()  # a node's own output would keep the graph for ever with its history
+            return tensor.detach()  # with its history, a node's own output would keep the graph alive for ever
         with self._noting():
             self._forget()
             entry = self._find(tensor) or self._put(tensor)
@@ -179,8 +182,8 @@ class Activations:
         with self._noting():
             if entry.is_lost:
                 raise InfinityError(
-                    "what this forward saved for its backward is lost, since an exception ended another pass while saved "
-                    "activations moved: do the forward again"
+                    "the saved activations of this forward are lost, because an exception interrupted another pass "
+                    "while activations were being moved: repeat the forward"
                 )
             self._forget()
             if entry.back is None:
@@ -204,7 +207,7 @@ class Activations:
         return whole and is_non_overlapping_and_dense_or_false(tensor)
 
     def _find(self, tensor: torch.Tensor) -> _Entry | None:
-        """The entry of the same elements, if they were saved before, are still kept, and have not changed since."""
+        """Return the entry of the same elements if they were saved before, still kept and unchanged; else None."""
         storage, entry = self._known.get(_key(tensor), (None, None))
         if storage is None or storage.expired() or entry is None or entry.number not in self._entries:
             return None

@@ -1,4 +1,4 @@
-"""Places for tensors that are put away and come back soon, last put first: host memory, and the arena.
+"""Stores for tensors that are offloaded for a short time, last in first out: host memory, and the arena.
 
 A store owns the bytes of its items until they are dropped. Used by one thread at a time.
 """
@@ -28,31 +28,31 @@ log = logging.getLogger("infinity")
 
 
 class ActivationStore(Protocol):
-    """Where tensors are put away. All are 1-D, on the device that computes. Each store has items of its own."""
+    """A store of 1-D tensors of the compute device. Each store has its own kind of items."""
 
     drive_bytes: tuple[int, int]
-    """Bytes (read, written) that this took of drives since the start."""
+    """Bytes (read, written) on drives since the start."""
 
     def try_put(self, tensor: torch.Tensor) -> Any | None:
-        """Put a tensor away as the current stream leaves it; the caller may forget it. None where there is no room for it.
+        """Store a tensor as the current stream leaves it; the caller may drop it. Returns None if there is no room.
 
-        Raises StoreError without space on the drives, IoError where a transfer failed.
+        Raises StoreError without space on the drives, IoError if a transfer failed.
         """
 
     def start_fetch(self, items: Iterable[Any]) -> None:
-        """These are asked for next, soonest first: start what the store has room for."""
+        """Start fetching the items needed next, soonest first, as far as the store has room."""
 
     def fetch(self, item: Any) -> torch.Tensor:
-        """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
+        """Return the tensor on the device; may be repeated. Raises IoError, or InfinityError if it was lost."""
 
     def drop(self, item: Any) -> None:
-        """Forget it."""
+        """Forget the item."""
 
     def reset(self, items: Iterable[Any]) -> None:
-        """Everything is forgotten, `items` and whatever an exception left otherwise."""
+        """Forget everything, `items` included, after an exception."""
 
     def close(self) -> None:
-        """Every item was dropped."""
+        """Free the store; every item was dropped."""
 
 
 @dataclass(eq=False)
@@ -64,12 +64,12 @@ class _InHost:
 
     @property
     def last_event(self) -> CopyEvent:
-        """Of the copy that was started last."""
+        """Event of the copy that was started last."""
         return self.in_flight.copy_event if self.in_flight is not None else self.copy_event
 
 
 class HostActivationStore:
-    """Host memory, as much as its bound allows; it is closed at the end."""
+    """Host memory up to a bound. Owns `host_memory`."""
 
     def __init__(self, device: Device, host_memory: HostBuffers) -> None:
         self._device, self._host_memory = device, host_memory
@@ -83,14 +83,14 @@ class HostActivationStore:
             if bytes_max is not None and not self._told:
                 self._told = True
                 log.info(
-                    "saved activations fill their %s of host memory: all others stay where they are",
+                    "saved activations fill their %s of host memory: further ones stay on the device",
                     format_bytes(bytes_max),
                 )
             return None
         return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor), buffer.nbytes)
 
     def start_fetch(self, items: Iterable[_InHost]) -> None:
-        for item in islice(items, 1):  # on the device it takes what it saves there
+        for item in islice(items, 1):  # a fetched item takes device memory
             self._start(item)
 
     def fetch(self, item: _InHost) -> torch.Tensor:
@@ -133,9 +133,9 @@ class _InArena:
 
 
 class ArenaActivationStore:
-    """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
+    """The arena, through a part of the pinned pool: items are copied there, written, and read before use.
 
-    A share of the part holds what came last, which is asked for first and needs no drive. Extents are used again: see
+    A share of the part keeps the newest items, which are needed first, so these use no drive. Extents are reused: see
     [Note: The most that was taken] in store/arena.py.
     """
 
@@ -143,9 +143,9 @@ class ArenaActivationStore:
         self._stager, self._part = stager, part
         self._places = Scratch(arena, "saved activations")
         self._in_hand: dict[_InArena, CopyEvent] = {}
-        """In their leases, the first one first, and not written yet; the device may still copy into or out of them."""
+        """Items in their leases and not written yet, oldest first; the device may still copy into or out of them."""
         self._ending: deque[_InArena] = deque()
-        """Dropped while being written."""
+        """Items dropped while being written."""
         self.drive_bytes = 0, 0
         self._told = False
 
@@ -155,8 +155,8 @@ class ArenaActivationStore:
             if not self._told:
                 self._told = True
                 log.info(
-                    "a saved activation of %s stays on the device: with infinity.offload_activations.buffer_bytes of at least "
-                    "%d it would move",
+                    "a saved activation of %s is too large to offload and stays on the device: to offload it, set "
+                    "infinity.offload_activations.buffer_bytes to at least %d",
                     format_bytes(nbytes),
                     BUFFER_SHARES * nbytes,
                 )
@@ -194,9 +194,7 @@ class ArenaActivationStore:
         if item.lost is None:
             self._stager.settle(item.chunk)
         if item.lost is not None:
-            raise InfinityError(
-                f"{item.chunk.name} is lost, since a write of it failed: {item.lost}; do the step again"
-            )
+            raise InfinityError(f"{item.chunk.name} is lost, because its write failed: {item.lost}; repeat the step")
         lease = self._with_room(partial(self._stager.acquire, item.chunk))
         tensor, copy_event = self._copied(item, lease)
         self.drive_bytes = self.drive_bytes[0] + item.nbytes, self.drive_bytes[1]
@@ -243,7 +241,7 @@ class ArenaActivationStore:
         return tensor if self._stager.device.is_discrete else tensor.clone(), in_flight.copy_event
 
     def _with_room(self, take: Callable[[], Lease]) -> Lease:
-        """A lease, for which what is in hand is written, the first one first, where there is no other room."""
+        """Return a lease; if there is no room, write items in hand first, the oldest first."""
         while True:
             try:
                 return take()
@@ -253,7 +251,7 @@ class ArenaActivationStore:
                 self._write_first()
 
     def _write_early(self) -> None:
-        """While there is still room: what has arrived first, as long as it is more than stays in hand."""
+        """Write the oldest items whose copy has ended, as long as more is in hand than its share."""
         while sum(item.nbytes for item in self._in_hand) > self._part.nbytes // IN_HAND_SHARES:
             if not next(iter(self._in_hand.values())).done():
                 break
@@ -267,7 +265,7 @@ class ArenaActivationStore:
         self._stager.write_back(item.chunk)
 
     def _sweep(self) -> None:
-        """The places of what was dropped are free once nothing is written there any more."""
+        """Free the extents of dropped items whose writes have ended."""
         for _ in range(len(self._ending)):
             item = self._ending.popleft()
             if item.chunk.state is ChunkState.WRITING and not all(t.done for t in item.chunk.transfers):
@@ -276,7 +274,7 @@ class ArenaActivationStore:
                 self._end(item)
 
     def _abandon(self, item: _InArena) -> None:
-        """Putting it away failed: no caller will drop it."""
+        """Undo a failed `try_put`: no caller will drop the item."""
         if item in self._in_hand:
             self.drop(item)
             return
@@ -285,11 +283,11 @@ class ArenaActivationStore:
         self._ending.append(item)
 
     def _end(self, item: _InArena) -> None:
-        """Wait until nothing is written there any more; then the place is free."""
+        """Wait for the item's write, then free its extents."""
         try:
             self._stager.settle(item.chunk)
         except OSError as error:
-            log.warning("a saved activation that nobody needs could not be written: %s", str(error))
+            log.warning("the write of a discarded saved activation failed: %s", str(error))
         except BaseException:
             self._ending.append(item)
             raise

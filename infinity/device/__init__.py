@@ -1,4 +1,4 @@
-"""The device that computes: copies to it ahead of use, and back."""
+"""The compute device: copies to it ahead of use, and back."""
 
 from infinity.device.buffers import HostBuffer, HostBuffers
 from infinity.device.reused_memory import ReusedMemory

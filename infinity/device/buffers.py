@@ -1,15 +1,15 @@
-"""Pinned host memory for copies from the device: made when first needed, then reused.
+"""Pinned host memory for copies from the device: allocated when first needed, then reused.
 
-Owns its slabs until `close`. Training thread only, but `give_back` may be called at any moment and on any thread.
+Owns its slabs until `close`. Training thread only, but `give_back` may be called at any time on any thread.
 
 [Note: One slab in the end]
-Copies from the device mostly have the same sizes in every step. Then each buffer has a slab of just its size (rounded up to
-4 KiB, never to a power of two), and none is made after the first step.
+Copies from the device mostly have the same sizes in every step. Then each buffer has a slab of its own size (rounded up
+to 4 KiB, never to a power of two), and no slab is allocated after the first step.
 
-Where sizes vary, a slab serves any buffer that fits, but memory of two slabs can't be lent as one. So idle slabs are replaced:
-a buffer that fits nowhere replaces them by one as large as all of them, or as itself if that is larger; and as soon as nothing
-is lent, one slab replaces all, as large as the most that was ever lent at once. From then on buffers that are lent and given
-back like a stack find room in it, whatever their sizes.
+If sizes vary, a slab serves any buffer that fits, but no buffer can span two slabs. So idle slabs are merged. A buffer
+that fits nowhere replaces them by one slab, as large as all of them or as itself, whichever is larger. As soon as
+nothing is lent, one slab replaces all, as large as the most that was ever lent at once. Buffers that are lent and
+returned like a stack then always fit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Slab:
 
 
 class HostBuffer:
-    """Lent memory: `tensor` (1-D) until `give_back`, which comes once, when no copy into it is in flight.
+    """Lent memory. `tensor` (1-D) is valid until `give_back`, which is called once, with no copy into it in flight.
 
     nbytes: its size, a multiple of 4 KiB.
     """
@@ -55,38 +55,40 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """Buffers for one device; see the note of this file.
+    """Buffers for one device: [Note: One slab in the end].
 
-    pin: whether slabs are registered with the device. bytes_max: upper bound for all slabs (None: no bound).
+    pin: True if slabs are registered with the device. bytes_max: upper bound of all slabs; None for no bound.
     """
 
     def __init__(self, device: Device, *, pin: bool, bytes_max: int | None = None) -> None:
         self.nbytes = 0
         """Bytes of all slabs."""
         self.lent_bytes_max = 0
-        """Most bytes that were lent at once."""
+        """Maximum number of bytes lent at once."""
         self.bytes_max = bytes_max
         self.notes: list[str] = []
-        """Why a buffer could not be pinned, or is on another NUMA node than it should be; said once."""
+        """Reasons why a buffer is not pinned, or is on another NUMA node than the nearest; of the first such slab."""
         self._device, self._pin = device, pin
         self._slabs: list[_Slab] = []
         self._idle: dict[int, list[_Slab]] = {}
-        """Slabs with nothing lent, by size."""
+        """Slabs without loans, by size."""
         self._lent_bytes = 0
         self._sizes_vary = False
-        """Whether a buffer ever found no slab of its size although enough bytes were free."""
+        """True after a buffer found no slab of its size although enough bytes were free."""
         self._returned: deque[tuple[_Slab, int, int]] = deque()
-        """(slab, offset, bytes) given back but not yet free in the slab: see `_take_back`."""
+        """Returned buffers (slab, offset, bytes) that are not free in the slab yet: see `_take_back`."""
 
     def lend(self, numel: int, dtype: torch.dtype) -> HostBuffer:
-        """Memory for `numel` elements. Raises MemoryError where the machine or the bound has no more."""
+        """Return memory for `numel` elements. Raises MemoryError if the machine or the bound has no more."""
         buffer = self.try_lend(numel, dtype)
         if buffer is None:
-            raise MemoryError(f"{format_bytes(numel * dtype.itemsize)} are more than is left of {self.bytes_max} bytes")
+            raise MemoryError(
+                f"no room for {format_bytes(numel * dtype.itemsize)} in {self.bytes_max} bytes of host buffers"
+            )
         return buffer
 
     def try_lend(self, numel: int, dtype: torch.dtype) -> HostBuffer | None:
-        """As `lend`, but None where the bound has no more."""
+        """As `lend`, but return None if the bound has no more."""
         nbytes = align_up(max(1, numel * dtype.itemsize))
         if self.bytes_max is not None and nbytes > self.bytes_max:
             return None
@@ -96,7 +98,7 @@ class HostBuffers:
         slab = self._slab_with(nbytes) or self._make_room(nbytes)
         if slab is None:
             return None
-        if slab in self._idle.get(slab.nbytes, ()):  # not where an exception ended an earlier call behind this
+        if slab in self._idle.get(slab.nbytes, ()):  # False if an exception ended an earlier call below this line
             self._idle[slab.nbytes].remove(slab)
         offset = slab.ranges.take(nbytes)
         assert offset is not None
@@ -106,7 +108,7 @@ class HostBuffers:
         return HostBuffer(self, slab, offset, nbytes, tensor)
 
     def reset(self) -> None:
-        """Take back all buffers, after an exception that may have lost some. All copies must have ended."""
+        """Take back all buffers after an exception that may have lost some. All copies must have ended."""
         self._returned.clear()
         self._lent_bytes = 0
         self._idle = {}
@@ -116,14 +118,14 @@ class HostBuffers:
         self.nbytes = sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
-        """Free all slabs. All copies must have ended, and nobody may use a buffer any more."""
+        """Free all slabs. All copies must have ended, and no buffer may be used any more."""
         for slab in self._slabs:
             self._device.unregister(slab.memory)
         self._slabs.clear()
         self._idle.clear()
 
     def _take_back(self) -> None:
-        """Free what `give_back` has only noted, since the garbage collector may call that at any point."""
+        """Free the buffers that `give_back` has recorded, which the garbage collector may call at any point."""
         while self._returned:
             slab, offset, nbytes = self._returned.popleft()
             slab.ranges.put(offset, nbytes)
@@ -132,7 +134,7 @@ class HostBuffers:
                 self._idle.setdefault(slab.nbytes, []).append(slab)
 
     def _slab_with(self, nbytes: int) -> _Slab | None:
-        """An idle slab of just this size; else the slab that holds it with the least to spare."""
+        """Return an idle slab of this size, else the slab with the smallest range that fits, or None."""
         if self._idle.get(nbytes):
             return self._idle[nbytes][0]
         if nbytes > self.nbytes - self._lent_bytes:
@@ -142,7 +144,7 @@ class HostBuffers:
         return min(fitting, key=lambda slab: slab.ranges.largest, default=None)
 
     def _make_room(self, nbytes: int) -> _Slab | None:
-        """A slab for `nbytes` that replaces the idle ones; None where the bound doesn't allow it."""
+        """Return a slab for `nbytes` that replaces the idle ones; None if the bound does not allow it."""
         idle_bytes = sum(size * len(slabs) for size, slabs in self._idle.items())
         size = max(nbytes, idle_bytes)
         if self.bytes_max is not None:
@@ -150,7 +152,7 @@ class HostBuffers:
         return self._replace_idle(size) if size >= nbytes else None
 
     def _replace_idle(self, nbytes: int) -> _Slab:
-        """Replace the idle slabs by one of `nbytes`."""
+        """Replace the idle slabs by one of `nbytes`, and return it."""
         for slab in [slab for slabs in self._idle.values() for slab in slabs]:
             self._device.unregister(slab.memory)
             self._slabs.remove(slab)

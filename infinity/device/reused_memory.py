@@ -1,21 +1,23 @@
-"""Memory of a CPU that is mapped once: for gathered parameters, and for gradients that wait for their update. Used by the
-training thread, and by autograd's on its behalf.
+"""CPU memory that is mapped once, for gathered parameters and for gradients that wait for their update.
+
+Used by the training thread and, for it, by autograd's threads.
 
 [Note: Addresses stay, pages move]
-Autograd saves views of a gathered parameter in the forward, and reads through them what the backward gathers. So the address of
-a parameter never changes. FSDP2 allocates memory at each gather and frees it after it; the kernel then clears each page again,
-which takes longer than the copy of the elements. Here each parameter has a range of addresses for good, and pages only while
-it is gathered: mremap moves them there from the ranges of tensors that were freed, the longest ago first. It clears nothing,
-and the pages may be huge. As many pages are mapped as were ever needed at once, in any order of the tensors.
+Autograd saves views of a gathered parameter in the forward, and reads the backward's gather through them. So the
+address of a gathered parameter never changes. FSDP2 allocates memory at each gather and frees it afterwards; the kernel
+then clears each page again, which takes longer than copying the elements. Here each parameter has a permanent range of
+addresses, with pages only while it is gathered. mremap moves pages there from freed tensors, the longest free first. It
+clears nothing, and the pages may be huge. The number of mapped pages is the most that was ever needed at once, in any
+order of the tensors.
 
-Gradients that wait are lent memory here, too. They need most when a backward ends and little else is gathered, so both share
+Gradients that wait are lent memory here too. They need most when a backward ends and little is gathered, so both share
 pages.
 
-What was mapped together may lie in several mappings later, and before Linux 6.17 one call moves pages of one mapping. So units
-of 2 MiB move one at a time if the kernel refuses to move all at once. Where ranges can't be had (no mremap, a limit of address
-space, too many parameters), tensors are torch's own.
+Pages mapped together may later be in several mappings, and before Linux 6.17 one call moves pages of one mapping only.
+So units of 2 MiB move one at a time if the kernel refuses to move all at once. If ranges are not available (no mremap,
+a limit of address space, too many parameters), torch allocates the tensors.
 
-A freed range is protected: to read a tensor after it was freed ends the process (SIGSEGV), as with FSDP2's own memory.
+A freed range is protected: reading a freed tensor ends the process (SIGSEGV), as with FSDP2's own memory.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ import torch
 from infinity.kernel_files import number_of
 
 _UNIT = 2 << 20
-"""Bytes: what a huge page has, and what mremap moves as a whole."""
+"""Bytes of a huge page; mremap moves whole units."""
 
 _NBYTES_MIN = 1 << 20
-"""Smaller tensors stay with torch: a range is a multiple of 2 MiB."""
+"""Smaller tensors (bytes) are allocated by torch, because a range is a multiple of 2 MiB."""
 
 _MAPPINGS_MAX = 50_000
-"""A process may have 65 530 by default. A range has one for each of its units at the most, and two around it."""
+"""Maximum number of mappings (a process may have 65 530 by default): a range has at most one per unit, and two more."""
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP = 1 | 2 | 4
-"""MAYMOVE, FIXED, DONTUNMAP: nothing else can be mapped meanwhile where the pages were."""
+"""MAYMOVE, FIXED, DONTUNMAP: no other mapping can take the source addresses meanwhile."""
 
 _MADV_HUGEPAGE = 14
 _PROT_NONE = 0
@@ -54,39 +56,39 @@ for _function in ("mremap", "mmap"):
 
 @dataclass(eq=False)
 class _Range:
-    """Addresses of one tensor, which are given back with this and the last view of the tensor."""
+    """Addresses of one tensor, released together with the last view of the tensor."""
 
     reserved: mmap.mmap = field(repr=False)
     address: int
     units: int
     present: set[int] = field(default_factory=set)
-    """Which of its units have pages."""
+    """Numbers of its units that have pages."""
     is_protected: bool = False
-    """Whether some of it may not be written to. Set before and reset after: `fill` mends what an exception ends in between."""
+    """True if parts may be unwritable. Set before and reset after, so that `fill` repairs an interrupted change."""
 
 
 class ReusedMemory:
-    """Of one model. `lend`, or `fill` and `free` of what `tensor` made."""
+    """The reused memory of one model: `lend`, or `fill` and `free` tensors made by `tensor`."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
-        """By address of their tensor."""
+        """By address of the tensor."""
         self._free: dict[_Range, None] = {}
-        """Those that were freed and still have pages, the longest ago first."""
+        """Freed ranges with pages, the longest free first."""
         self._can_move = _can_move()
         self._mappings = 0
         self._idle: dict[tuple[int, torch.dtype], dict[int, torch.Tensor]] = {}
-        """Tensors to lend, by elements and dtype, and by address."""
+        """Tensors to lend, by elements and dtype, then by address."""
         self._returned: deque[torch.Tensor] = deque()
-        """What was lent and is dropped: the garbage collector may note that at any point, so no more is done there."""
+        """Dropped loans. The garbage collector may append at any point, so all other work is done later."""
 
     @property
     def nbytes(self) -> int:
-        """What is mapped."""
+        """Mapped bytes."""
         return _UNIT * sum(len(range_.present) for range_ in self._ranges.values())
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor (1-D, on the CPU) without memory until `fill`; torch's own where it is small or has no range."""
+        """Return a 1-D CPU tensor without memory until `fill`; torch allocates it if it is small or gets no range."""
         nbytes = numel * dtype.itemsize
         units = -(-nbytes // _UNIT)
         if nbytes < _NBYTES_MIN or not self._can_move or self._mappings + units + 2 > _MAPPINGS_MAX:
@@ -100,8 +102,10 @@ class ReusedMemory:
         return tensor
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor (1-D) with memory, of any content, until the tensor itself is dropped, views of it or not.
-        Raises OSError where there is none."""
+        """Return an uninitialised 1-D tensor, lent until the tensor itself is dropped, whatever its views.
+
+        Raises OSError if there is no memory.
+        """
         if self._returned:
             self._take_back()
         idle = self._idle.setdefault((numel, dtype), {})
@@ -116,7 +120,7 @@ class ReusedMemory:
         return lent
 
     def release(self) -> None:
-        """Give back all memory that is in no use. What is gathered or lent stays."""
+        """Unmap all unused memory. Gathered and lent memory stays."""
         self._take_back()
         for address in [address for idle in self._idle.values() for address in idle]:
             self._free.pop(self._ranges.pop(address), None)
@@ -127,7 +131,7 @@ class ReusedMemory:
         self._free.clear()
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """A tensor is to be written to: it has memory, of any content. Raises OSError where there is none."""
+        """Give a tensor writable, uninitialised memory. Raises OSError if there is none."""
         range_ = self._ranges.get(tensor.data_ptr())
         if range_ is None:
             return
@@ -138,7 +142,7 @@ class ReusedMemory:
         while unit < range_.units:
             end = next((other for other in range(unit, range_.units) if other in range_.present), range_.units)
             if end > unit:
-                range_.is_protected = True  # as what moves there is
+                range_.is_protected = True  # like the pages that move there
                 end = unit + self._move_to(range_.address + _UNIT * unit, end - unit)
                 range_.present.update(range(unit, end))
             unit = max(end, unit + 1)
@@ -147,7 +151,7 @@ class ReusedMemory:
             range_.is_protected = False
 
     def free(self, tensor: torch.Tensor) -> bool:
-        """A tensor is not used any more until `fill`. False where it is not one of these."""
+        """Release a tensor's memory until `fill`. Returns False if the tensor was not made here."""
         range_ = self._ranges.get(tensor.data_ptr())
         if range_ is None:
             return False
@@ -165,8 +169,10 @@ class ReusedMemory:
             self._returned.popleft()
 
     def _move_to(self, address: int, count: int) -> int:
-        """Move pages of the range that was freed the longest ago to up to `count` units. Returns how many. If there are none,
-        the first use of the units maps new ones."""
+        """Move pages of the longest-freed range to up to `count` units, and return their number.
+
+        Without such pages, the first use of the units maps new ones.
+        """
         while self._free:
             source = next(iter(self._free))
             if not source.present:
@@ -175,7 +181,7 @@ class ReusedMemory:
             last = first = max(source.present)
             while first - 1 in source.present and last - first + 1 < count:
                 first -= 1
-            for begin in (first, last):  # all of them at once, or one
+            for begin in (first, last):  # all at once, or else one
                 units = last - begin + 1
                 source.present.difference_update(range(begin, last + 1))
                 if _move(source.address + _UNIT * begin, address, units):
@@ -186,26 +192,26 @@ class ReusedMemory:
 
 
 def _move(old: int, new: int, units: int) -> bool:
-    """Move the pages of units from one address to another. If the kernel doesn't, there are none at either's last unit."""
+    """Move the pages of units. Returns False if the kernel refuses; the last unit of either range then has no pages."""
     if _libc.mremap(_pointer(old), _size(units), _size(units), _MREMAP, _pointer(new)) == new:
         return True
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE  # it may have unmapped what was there
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE  # mremap may have unmapped the target
     if _libc.mmap(_pointer(new), _size(units), _PROT_NONE, flags, -1, ctypes.c_long(0)) != new:
         raise _no_memory()
     return False
 
 
 def _reserve(units: int, numel: int, dtype: torch.dtype) -> tuple[mmap.mmap, torch.Tensor]:
-    """Addresses for so many units, without pages, and a tensor over them."""
+    """Reserve addresses for `units` without pages, and return them with a tensor over them."""
     reserved = mmap.mmap(-1, _UNIT * (units + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     start = -torch.frombuffer(reserved, dtype=torch.uint8).data_ptr() % _UNIT
     tensor = torch.frombuffer(reserved, dtype=dtype, count=numel, offset=start)
-    _libc.madvise(_pointer(tensor.data_ptr()), _size(units), _MADV_HUGEPAGE)  # refused: small pages
+    _libc.madvise(_pointer(tensor.data_ptr()), _size(units), _MADV_HUGEPAGE)  # if refused, pages are small
     return reserved, tensor
 
 
 def _can_move() -> bool:
-    """Whether this system moves pages and leaves their addresses reserved (Linux 5.7), and addresses cost nothing."""
+    """Return True if mremap keeps source addresses reserved (Linux 5.7), and reserved addresses are free of charge."""
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     if limited or number_of(Path("/proc/sys/vm/overcommit_memory")) not in (0, 1):
         return False

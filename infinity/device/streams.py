@@ -1,19 +1,19 @@
-"""A device with memory of its own: which copy waits for what, in terms of streams, events and memory.
+"""A device with its own memory: the order of copies, in terms of streams, events and memory.
 
-Owns one stream per direction and decides the order of all work on them. The runtime makes streams, events and copies (cuda.py;
-in the tests a fake, which checks the order).
+Owns one stream per direction and decides the order of all work on them. The runtime makes streams, events and copies
+(cuda.py; in tests a fake that checks the order).
 
 [Note: The order of copies]
-    H2D            Memory is allocated on the H2D stream, which nobody else writes to, so a copy into it waits for no compute.
-                   An event is recorded after the copy; the stream that uses the bytes waits for it, and is noted as a user,
-                   so that the memory is not given to the next copy while it is still read.
-    D2H            The D2H stream waits for an event of the stream that computed the bytes, recorded when the copy is started.
-                   The source is noted as used by the D2H stream, so it may be dropped at once.
-    host memory    is touched only after the event of the copy that reads or writes it has fired; by another copy also where
-                   its stream comes after that one: a sum may go back to where its first part was read from.
+    H2D            Memory is allocated on the H2D stream. No other stream writes to it, so a copy into it waits for no
+                   compute. An event is recorded after the copy. The stream that uses the bytes waits for it and is
+                   recorded as a user, so that the memory is not reused for the next copy while it is being read.
+    D2H            The D2H stream waits for an event of the stream that computed the bytes, recorded when the copy is
+                   started. The source is recorded as used by the D2H stream, so it may be dropped at once.
+    host memory    is used only after the event of the copy that reads or writes it has fired. Another copy may use it
+                   if its stream runs after that copy: a sum may be written to where its first part was read from.
 
-Nobody waits for a whole stream, or for the device. A copy that is dropped needs no care: its memory goes back to the H2D
-stream, which reuses it in order; its host bytes are free when its copy event has fired.
+No code waits for a whole stream or for the device. A dropped copy needs no cleanup: its memory returns to the H2D
+stream, which reuses it in order, and its host bytes are free when its copy event has fired.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 
 
 def device_for(torch_device: torch.device) -> Device:
-    """The Device of `torch_device`: CUDA, or the CPU."""
+    """Return the Device of `torch_device`: CUDA, or the CPU."""
     return StreamDevice(CudaRuntime(torch_device)) if torch_device.type == "cuda" else CpuDevice()
 
 
 class StreamCopyEvent:
-    """A copy event of an event in a stream."""
+    """The copy event of an event in a stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -58,7 +58,7 @@ class _Copied:
 
 
 class StreamDevice:
-    """Copies while the device computes; asynchronous where the host memory could be pinned."""
+    """Copies while the device computes; asynchronous if the host memory is pinned."""
 
     is_discrete = True
 

@@ -100,7 +100,7 @@ def test_on_a_cpu_host_memory_is_no_other_place(nvme_path: Path, caplog: pytest.
     }
     with caplog.at_level("INFO"), infinity.initialize(model=nn.Linear(4, 4), config=config)[0] as engine:
         assert engine.activations is None
-    assert "the CPU is the device that computes" in caplog.text
+    assert "the model computes on the CPU" in caplog.text
 
 
 @pytest.mark.usefixtures("one_rank")
