@@ -1,6 +1,6 @@
 """The I/O engine: transfers between files and leases of the pinned pool.
 
-The ring threads are in csrc/aio and never enter Python; everything here runs on the caller's thread.
+The ring threads are in csrc/aio and never enter Python; all code here runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True)
 class IoSettings:
-    """How an engine drives storage: one value, passed whole. The engine checks the values; some depend on the machine.
+    """The I/O settings of an engine, which checks the values; some depend on the machine.
 
     Attributes:
         backend: "auto", "io_uring", "linux_aio" or "threads".
@@ -43,7 +43,7 @@ class IoSettings:
         queue_depth: submissions in flight per ring.
         rings: ring threads per drive.
         mix: how waiting reads and writes share a drive: "interleaved", or "bursts" of one, then the other.
-        iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), for submissions (burns a core).
+        iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), or for submissions (uses a core).
     """
 
     backend: str = "auto"
@@ -56,13 +56,13 @@ class IoSettings:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes in flight at one drive."""
+        """Bytes in flight on one drive."""
         return self.block_bytes * self.queue_depth * self.rings
 
 
 @dataclass(frozen=True)
 class DriveStats:
-    """Bytes that one drive moved, and the seconds in which it had a read, and a write, in flight."""
+    """Bytes that one drive moved, and the seconds during which it had a read, and a write, in flight."""
 
     read_bytes: int
     written_bytes: int
@@ -84,14 +84,14 @@ class IoEngine:
     """Starts transfers into and out of the leases of one pool.
 
     Args:
-        pool: the only memory this engine moves bytes through; registered with the kernel where it permits.
-        io: how it drives storage.
-        drives: number of drives that its files lie on; each has rings of its own.
-        silence_seconds_max: a drive that answers no block for so long is given up: transfers that wait for it fail, and no
-            more can be started. 0 waits for ever.
+        pool: the only memory for transfers; registered with the kernel if possible.
+        io: the I/O settings.
+        drives: number of drives with its files; each has its own rings.
+        silence_seconds_max: a drive that completes no block for this long is given up: transfers that wait for it fail,
+            and no more can be started. 0 waits for ever.
         io_options: fields of `io` to override by name: `backend="threads"`.
 
-    Raises IoError where a backend asked for by name is not available (with the reason), ValueError on bad numbers.
+    Raises IoError, with the reason, if a backend requested by name is not available; ValueError for invalid numbers.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class IoEngine:
 
     @property
     def backend(self) -> str:
-        """The backend that was chosen."""
+        """The chosen backend."""
         return self._core.backend
 
     @property
@@ -124,7 +124,7 @@ class IoEngine:
 
     @property
     def notes(self) -> list[str]:
-        """Messages: why the backend was chosen, and what the kernel refused."""
+        """Messages: the reason for the backend, and requests that the kernel refused."""
         return list(self._core.notes)
 
     @property
@@ -144,15 +144,15 @@ class IoEngine:
         return [DriveStats(*(drive[key] for key in keys)) for drive in self._core.counters()["drives"]]
 
     def take_timings(self) -> npt.NDArray[np.void]:
-        """Times at which the transfers that ended since the last call were queued, submitted and done; see `_aio.Engine`."""
+        """Return when transfers that ended since the last call were queued, submitted and done; see `_aio.Engine`."""
         return self._core.take_timings()
 
     def start(self, requests: Sequence[Request], *, sums_by_caller: bool = False) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.
 
-        A lease must be held until its transfers are done. `sums_by_caller`: of files with checksums, the caller verifies bytes
-        read (`verify`) and has set the checksums of pages to be written (`File.set_checksums`); otherwise the engine does both.
-        Raises ValueError on bounds or alignment.
+        A lease must be held until its transfers are done. `sums_by_caller`: for files with checksums, the caller
+        verifies bytes read (`verify`) and has set the checksums of pages to be written (`File.set_checksums`); else the
+        engine does both. Raises ValueError for wrong bounds or alignment.
         """
         slab = self._pool.slab
         batch = []
@@ -163,14 +163,14 @@ class IoEngine:
         return self._core.start_batch(batch, sums_by_caller=sums_by_caller)
 
     def verify(self, request: Request) -> None:
-        """Verify the checksums of the pages that a read has brought. Raises IntegrityError as the read would have."""
+        """Verify the checksums of the pages of a finished read. Raises IntegrityError as the read would have."""
         r = request
         self._core.verify(r.file, r.offset, self._pool.slab, r.lease.offset + r.lease_offset, r.length)
 
     def wait(self, transfers: Sequence[Transfer], *, with_team: bool = False) -> None:
         """Wait until all transfers are done; the time counts as stall.
 
-        with_team: this thread computes on the CPU; its OpenMP threads sleep meanwhile.
+        with_team: this thread computes on the CPU, and its OpenMP threads sleep meanwhile.
         Raises the IoError of the first one that failed, after all have ended.
         """
         failure: Exception | None = None
@@ -188,7 +188,7 @@ class IoEngine:
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """A block in which somebody waits for a drive: the time counts as stall."""
+        """Count the time of the block, in which the caller waits for a drive, as stall."""
         began = time.perf_counter()
         try:
             yield
@@ -201,5 +201,5 @@ class IoEngine:
             self._core.drain()
 
     def close(self) -> None:
-        """Drain, stop the threads, and raise the first failure that nobody waited for."""
+        """Drain, stop the threads, and raise the first error that no wait has raised."""
         self._core.close()

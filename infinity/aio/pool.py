@@ -19,7 +19,8 @@ from infinity.units import align_up, format_bytes
 class FreeRanges:
     """First-fit allocator over [0, nbytes): offsets and lengths only, no memory.
 
-    Keeps the free ranges sorted by offset and merges neighbours at once, so two free ranges never touch. `grow` adds more.
+    Keeps the free ranges sorted by offset and merges neighbours at once, so that free ranges never touch. `grow` adds
+    more.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -30,11 +31,11 @@ class FreeRanges:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest free range."""
+        """Size (bytes) of the largest free range."""
         return max((end - start for start, end in self._free), default=0)
 
     def take(self, nbytes: int) -> int | None:
-        """Take `nbytes` from the lowest range that holds them; returns their offset, or None where no range does."""
+        """Take `nbytes` from the lowest range that fits; return their offset, or None if none fits."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 self._free[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -43,8 +44,7 @@ class FreeRanges:
         return None
 
     def take_pieces(self, nbytes: int) -> list[tuple[int, int]] | None:
-        """Take `nbytes` from as few ranges as possible; returns (offset, length) of each, or None where fewer bytes are
-        free."""
+        """Take `nbytes` from as few ranges as possible; return (offset, length) of each, or None."""
         if nbytes > self.free_bytes:
             return None
         pieces = []
@@ -64,7 +64,7 @@ class FreeRanges:
         self.put(offset, nbytes)
 
     def put(self, offset: int, nbytes: int) -> None:
-        """Give back [offset, offset + nbytes), which must be taken."""
+        """Free [offset, offset + nbytes), which must be taken."""
         start, end = offset, offset + nbytes
         first = last = bisect_left(self._free, (start, 0))
         before_end = self._free[first - 1][1] if first else 0
@@ -80,7 +80,7 @@ class FreeRanges:
         self.free_bytes += nbytes
 
     def reset(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Set the taken ranges, (offset, length) each; all else is free."""
+        """Set the taken ranges, as (offset, length); all others are free."""
         self._free, at = [], 0
         for offset, length in [*sorted(taken), (self.nbytes, 0)]:
             if offset > at:
@@ -90,22 +90,22 @@ class FreeRanges:
 
 
 class Lease:
-    """Temporary ownership of pinned bytes. It comes back exactly once: `give_back()` or the end of a `with` block."""
+    """Temporary ownership of pinned bytes. Returned exactly once: by `give_back()` or the end of a `with` block."""
 
     def __init__(self, pool: Lender, offset: int, nbytes: int) -> None:
         self._pool = pool
         self.offset = offset
         self.nbytes = nbytes
         self.held = True
-        """Whether the lease was not given back yet."""
+        """True until the lease is given back."""
 
     def view(self, dtype: torch.dtype, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """A 1-D tensor over the leased bytes.
+        """Return a 1-D tensor over the leased bytes.
 
         Args:
             dtype: element type of the view.
             start: first byte inside the lease; a multiple of the element size.
-            numel: elements; to the end of the lease where None.
+            numel: number of elements; None for all up to the end of the lease.
 
         The view is valid until the lease is given back, which is not checked. Raises InfinityError in a forked child.
         """
@@ -132,12 +132,12 @@ class Lease:
 
 
 class Lender:
-    """Lends bytes [start, start + nbytes) of a slab in leases of any sizes. See `PinnedPool` and `PoolPart`."""
+    """Lends bytes [start, start + nbytes) of a slab in leases of any size. See `PinnedPool` and `PoolPart`."""
 
     def __init__(self, slab_bytes: torch.Tensor, start: int, nbytes: int) -> None:
         self.bytes, self.pid = slab_bytes, os.getpid()
         self.peak_bytes = 0
-        """Most bytes that were on lease at once."""
+        """Maximum number of bytes on lease at once."""
         self._start = start
         self._ranges = FreeRanges(nbytes)
 
@@ -152,7 +152,7 @@ class Lender:
         return self._ranges.nbytes - self._ranges.free_bytes
 
     def try_lease(self, nbytes: int) -> Lease | None:
-        """A lease of at least `nbytes` (rounded up to 4 KiB), or None while no such range is free."""
+        """Return a lease of at least `nbytes` (rounded up to 4 KiB), or None if no free range is large enough."""
         size = align_up(max(nbytes, 1))
         offset = self._ranges.take(size)
         if offset is None:
@@ -161,8 +161,10 @@ class Lender:
         return Lease(self, self._start + offset, size)
 
     def reclaim(self, keep: Iterable[Lease]) -> None:
-        """Take back every lease but these, after an exception that may have lost some. No transfer may use the others, and
-        nobody may use them or give them back afterwards."""
+        """Take back all leases except `keep`, after an exception that may have lost some.
+
+        No transfer may use the others, which may not be used or given back afterwards.
+        """
         self._ranges.reset((lease.offset - self._start, lease.nbytes) for lease in keep)
 
 
@@ -172,9 +174,9 @@ class PinnedPool(Lender):
     Args:
         nbytes: size of the slab (bytes, rounded up to 4 KiB). All of it is resident from the start; it never grows.
         lock: ask the kernel to lock the pages; a refusal is a line in `notes`, not an error.
-        in_background: return at once; it becomes resident while it is used already.
+        in_background: return at once, and make the memory resident in the background.
 
-    Raises MemoryError when the machine can't give that much.
+    Raises MemoryError if the machine does not have enough memory.
     """
 
     def __init__(self, nbytes: int, *, lock: bool = False, in_background: bool = False) -> None:
@@ -183,11 +185,11 @@ class PinnedPool(Lender):
 
     @property
     def notes(self) -> list[str]:
-        """Messages: what the kernel refused."""
+        """Messages about requests that the kernel refused."""
         return list(self.slab.notes)
 
     def lease(self, nbytes: int) -> Lease:
-        """As `try_lease`; raises BudgetError where it would return None."""
+        """As `try_lease`, but raise BudgetError instead of returning None."""
         lease = self.try_lease(nbytes)
         if lease is None:
             raise BudgetError(
@@ -198,9 +200,9 @@ class PinnedPool(Lender):
 
 
 class PoolPart(Lender):
-    """A lease of a pool, lent in smaller leases: a budget for one user, independent of all other leases.
+    """A lease of a pool, lent in smaller leases: the budget of one user, independent of all other leases.
 
-    The owner gives the lease back when all smaller ones are back.
+    The owner returns the lease after all smaller ones are back.
     """
 
     def __init__(self, lease: Lease) -> None:

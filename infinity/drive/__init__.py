@@ -1,1 +1,1 @@
-"""The drive under a path: its description, its measured rates, and the settings to drive it with."""
+"""The drive under a path: its description, measured rates, and I/O settings."""

@@ -1,5 +1,5 @@
-"""Chooses how storage is driven: from the config, else the drive's profile (its measured rates and best settings, in a file on
-it), else the limits of its queue."""
+"""Chooses the I/O settings: from the config, else the drive's profile (measured rates and best settings, in a file on
+the drive), else the limits of its queue."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class DriveProfile:
-    """The settings that serve a training step best on one drive, and their rates.
+    """The best I/O settings for a training step on one drive, and their rates.
 
     Attributes:
-        version: of this format.
+        version: version of this format.
         written: date and time of the measurement, ISO 8601.
-        path: the folder that was measured.
-        drive: the drive under it, for people to read.
+        path: the measured folder.
+        drive: description of the drive, for people.
         backend, block_bytes, queue_depth, rings, mix: fields of `infinity.aio.IoSettings`.
-        read_bytes_per_s, write_bytes_per_s: of one alone.
-        mixed_bytes_per_s: bytes read and written, both counted, while reading and writing as much of each.
+        read_bytes_per_s, write_bytes_per_s: rates of reading alone and writing alone.
+        mixed_bytes_per_s: rate of reading and writing at once in equal parts, both counted.
         cpu_seconds_per_gib: user and system time of the process per GiB of the mixed load.
     """
 
@@ -60,7 +60,7 @@ class DriveProfile:
 
 
 def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
-    """Write `profile` into `folder`, atomically and readable by everybody; returns its path. Raises OSError."""
+    """Write `profile` into `folder`, atomically and readable by all users; return its path. Raises OSError."""
     path = Path(folder) / FILE_NAME
     temporary = path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")
     try:
@@ -73,9 +73,9 @@ def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_profile(nvme_path: str | os.PathLike[str]) -> DriveProfile | None:
-    """The profile for `nvme_path`: in the folder itself or the nearest one above it on the same file system.
+    """Return the profile for `nvme_path`: from the folder, or the nearest one above it on the same file system.
 
-    `nvme_path` need not exist yet. A file that can't be read or understood counts as absent; the log names it.
+    `nvme_path` need not exist yet. A file that is unreadable or invalid counts as absent, with a log line.
     """
     folder = existing(nvme_path).resolve()
     file_system = folder.stat().st_dev
@@ -104,13 +104,16 @@ def _read(path: Path) -> DriveProfile | None:
 
 
 IN_FLIGHT_BYTES = 32 * MIB
-"""Default per ring: drives reach their limit with 8 to 64 MiB in flight."""
+"""Default bytes in flight per ring: drives reach their limit with 8 to 64 MiB in flight."""
 
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """How storage is driven. bandwidths: as for `SwapManager`. notes: messages that say which drives these are and where the
-    choice comes from. warnings: messages for drives that are poor places to train from."""
+    """The chosen I/O settings.
+
+    bandwidths: as for `SwapManager`. notes: messages about the drives and the source of the settings. warnings:
+    messages about drives that are unsuitable for training.
+    """
 
     io: IoSettings
     bandwidths: tuple[float, ...] | None
@@ -119,11 +122,11 @@ class StorageChoice:
 
 
 def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None) -> StorageChoice:
-    """Choose how the drives of `config.nvme_paths` are driven; where there are none, the drive on which the `weights` are.
+    """Choose the I/O settings for the drives of `config.nvme_paths`; without any, for the drive of the `weights`.
 
-    Keys of `aio` and `infinity` that the config sets count. Others are taken from the profile that `infinity-bench sweep` left
-    on the first drive; without one, from the limits of its block queue. Where each of several drives has a profile, they get
-    shares of the bytes by these; otherwise the swap manager measures.
+    Keys of `aio` and `infinity` in the config take precedence. Others come from the profile that `infinity-bench sweep`
+    left on the first drive, else from the limits of its block queue. If all of several drives have a profile, their
+    shares of the bytes follow the profiles; otherwise the swap manager measures.
     """
     paths = config.nvme_paths or ((os.fspath(weights),) if weights is not None else ())
     aio, settings = config.aio, config.infinity
@@ -139,7 +142,7 @@ def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None
         else:
             notes.append(place)
     if profile is not None:
-        notes.append(f"drive profile of {profile.written} found for {paths[0]} (infinity-bench sweep)")
+        notes.append(f"using the drive profile of {profile.written} for {paths[0]} (infinity-bench sweep)")
     if "block_size" in aio.model_fields_set:
         block_bytes = aio.block_size
     elif profile is not None:
@@ -169,17 +172,17 @@ def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None
         bandwidths = tuple(step_bandwidth(p.read_bytes_per_s, p.write_bytes_per_s) for p in profiles if p)
     if paths:
         notes.append(
-            f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
-            f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
+            f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} "
+            f"ring(s), reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
         )
     return StorageChoice(io, bandwidths, tuple(notes), tuple(warnings))
 
 
 def _backend(wanted: str, profile: DriveProfile | None, *, polls: bool) -> tuple[str, list[str]]:
-    """(backend, notes): the profile's only if it works here, since it may come from another container."""
+    """Return (backend, notes). The profile's backend is used only if it works in this container."""
     if wanted != "auto" or profile is None or polls:
         return wanted, []
     reasons = {name: reason for name, available, reason in probe() if not available}
     if profile.backend not in reasons:
         return profile.backend, []
-    return "auto", [f"the drive's profile names {profile.backend}: {reasons[profile.backend]}"]
+    return "auto", [f"the drive profile asks for {profile.backend}, which is not available: {reasons[profile.backend]}"]

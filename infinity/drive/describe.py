@@ -1,6 +1,6 @@
-"""The drive under a path, as the kernel describes it: file system, disks, limits of the block queue.
+"""The drive under a path, as described by the kernel: file system, disks, limits of the block queue.
 
-Reads text under /proc and /sys and no device, so it needs no rights and no time. What the kernel does not say is None.
+Reads text under /proc and /sys and no device, so it needs no permissions and no time. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from infinity.units import KIB, MIB
 _BLOCK_BYTES_MIN = 512 * KIB
 _BLOCK_BYTES_MAX = 1 * MIB
 _SECTOR_BYTES = 512
-"""The unit of `size` in sysfs, whatever the sectors of the drive."""
-_MEMORY = "is memory, not a drive: what is swapped out there takes up the memory that training should save"
+"""Unit of `size` in sysfs, whatever the drive's sector size."""
+_MEMORY = "is memory, not a drive: state that is offloaded there uses the memory that offloading should save"
 _UNSUITABLE = {
     "tmpfs": _MEMORY,
     "ramfs": _MEMORY,
     "overlay": "is the writable layer of a container, slow and short-lived; mount a folder of the host's drive instead",
     "btrfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
     "zfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
-    "vfat": "holds no file of 4 GiB and reserves no space",
-    "exfat": "reserves no space, so a write in the middle of a step may find none",
+    "vfat": "can't hold a file of 4 GiB, and reserves no space",
+    "exfat": "reserves no space, so a write in the middle of a step may fail",
     "ecryptfs": "encrypts on the CPU and refuses direct I/O",
 }
 _NETWORK = "nfs nfs4 cifs smb3 9p ceph lustre afs gpfs beegfs glusterfs virtiofs gfs2 ocfs2 pvfs2 vboxsf prl_fs"
@@ -36,18 +36,20 @@ _UNSUITABLE |= dict.fromkeys(
     _NETWORK.split(),
     "is a network or host-shared file system: every byte of a step crosses it, slower than a local drive",
 )
-_FUSE = "goes through a program in user space for every block, far slower than the kernel's own file systems"
+_FUSE = "sends every block through a program in user space, far slower than the kernel's own file systems"
 LOCAL = "put the nvme_path on ext4 or xfs on a local NVMe drive"
-"""What to do about a weak place."""
+"""Advice for a drive with a weakness."""
 _SPINNING = ("sata", "sas", "usb", "scsi")
-"""Transports whose `rotational` flag can be trusted: virtual disks set it by default."""
+"""Transports with a reliable `rotational` flag: virtual disks set it by default."""
 _IDENTITIES = ("wwid", "device/wwid", "device/serial", "serial")
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Limits of one block queue, under the names they have in /sys/block/*/queue, where the kernel's documentation tells what
-    they mean. max_segments: scattered 4 KiB pages end a request there."""
+    """Limits of one block queue, named as in /sys/block/*/queue and documented by the kernel.
+
+    max_segments: scattered 4 KiB pages end a request at this number.
+    """
 
     max_sectors_kb: int | None = None
     max_hw_sectors_kb: int | None = None
@@ -65,8 +67,9 @@ class Queue:
 class Disk:
     """One whole disk.
 
-    name: of the kernel, such as "nvme0n1". identity: the serial number or world-wide name; it stays when the name changes.
-    transport: "nvme", "nvme-tcp", "virtio", "sata", "sas", "usb", "loop", ... rotational: of virtual disks this says little.
+    name: the kernel's name, such as "nvme0n1". identity: the serial number or world-wide name, which is stable when the
+    name changes. transport: "nvme", "nvme-tcp", "virtio", "sata", "sas", "usb", "loop", ... rotational: unreliable for
+    virtual disks.
     """
 
     name: str
@@ -79,15 +82,15 @@ class Disk:
 
     @property
     def weakness(self) -> str:
-        """Why it is a poor place to train from; empty where nothing speaks against it."""
+        """Reason why it is unsuitable for training; empty if none is known."""
         if self.rotational and self.transport in _SPINNING:
             return "a spinning disk, too slow to train from"
         if self.transport in ("zram", "ram"):
-            return "a disk in memory: what is swapped out there takes up the memory that training should save"
+            return "a disk in memory: state that is offloaded there uses the memory that offloading should save"
         if self.transport == "loop":
             return "a loop device: a file on another file system, which costs a second trip through the kernel"
         if self.transport in ("usb", "mmc"):
-            return "slow, and not made to be written all day"
+            return "slow, and not made for continuous writes"
         if self.transport.startswith("nvme-") or self.transport in ("iscsi", "nbd", "rbd", "drbd"):
             return "behind a network"
         return ""
@@ -98,10 +101,10 @@ class Drive:
     """The drive under a path.
 
     path: with symbolic links resolved. mount_point, file_system ("ext4"), source ("/dev/nvme0n1p2", "server:/export"),
-    mount_options: of the mount that holds it. device: the block device with the file system, such as "nvme0n1p2" or
-    "dm-0"; None for network and memory file systems and those that don't tell. layers: what lies between it and the disks,
-    such as "dm-0 (LVM data-swap)" or "md0 (raid0)". disks: the whole disks at the bottom. queue: the limits that a request of
-    the file system meets first.
+    mount_options: of its mount. device: the file system's block device, such as "nvme0n1p2" or "dm-0"; None if unknown,
+    as for network and memory file systems. layers: layers between it and the disks, such as "dm-0 (LVM data-swap)" or
+    "md0 (raid0)". disks: the whole disks at the bottom. queue: limits of the first queue that a request of the file
+    system reaches.
     """
 
     path: str
@@ -116,38 +119,37 @@ class Drive:
 
     @property
     def model(self) -> str:
-        """The names of the disks, such as "2 x Samsung SSD 990 PRO 2TB"; the file system's type where there are none."""
+        """The names of the disks, such as "2 x Samsung SSD 990 PRO 2TB"; without disks, the file system's type."""
         names = [disk.model or f"{disk.transport} disk" for disk in self.disks]
         counted = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
         return " + ".join(counted) or self.file_system
 
     @property
     def file_system_weakness(self) -> str:
-        """Why its file system is a poor place to train from, after "it"; empty where nothing speaks against it."""
+        """Reason, as words after "it", why its file system is unsuitable for training; empty if none is known."""
         return _UNSUITABLE.get(self.file_system) or (_FUSE if self.file_system.startswith("fuse") else "")
 
     @property
     def weaknesses(self) -> list[str]:
-        """Why it is a poor place to train from, in sentences about "it"."""
+        """Reasons, as words after "it", why it is unsuitable for training."""
         disks = [f"has {disk.name}, {disk.weakness}" for disk in self.disks if disk.weakness]
         return [*filter(None, [self.file_system_weakness]), *disks]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its disks; 0 where one doesn't tell."""
+        """Bytes of all its disks; 0 if one is unknown."""
         sizes = [disk.nbytes or 0 for disk in self.disks]
         return sum(sizes) if all(sizes) else 0
 
     @property
     def identity(self) -> str:
-        """A text that is the same for the same disks and file system, and differs for others, as far as the kernel can tell
-        them apart."""
+        """A text that identifies the disks and the file system, as far as the kernel can tell them apart."""
         disks = [disk.identity or f"{disk.model or disk.transport} {disk.name} {disk.nbytes}" for disk in self.disks]
         return " + ".join([self.file_system, *(disks or [self.source])])
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+    """Return `path`, or the nearest existing folder above it."""
     absolute = Path(path).absolute()
     return next(place for place in (absolute, *absolute.parents) if os.access(place, os.F_OK))
 
@@ -155,12 +157,12 @@ def existing(path: str | os.PathLike[str]) -> Path:
 def drive_of(
     path: str | os.PathLike[str], *, mountinfo: Path = Path("/proc/self/mountinfo"), sysfs: Path = Path("/sys")
 ) -> Drive:
-    """The drive under `path`.
+    """Return the drive under `path`.
 
     Args:
-        mountinfo, sysfs: where the kernel describes mounts and devices.
+        mountinfo, sysfs: files in which the kernel describes mounts and devices.
 
-    Raises StoreError where `path` does not exist.
+    Raises StoreError if `path` does not exist.
     """
     try:
         resolved = Path(path).resolve(strict=True)
@@ -185,10 +187,10 @@ def drive_of(
 
 
 def default_block_bytes(drive: Drive) -> int:
-    """A block size (bytes) to begin with: the largest power of two that the queue passes on as one request.
+    """Return a default block size (bytes): the largest power of two that the queue passes on as one request.
 
-    Never below 512 KiB, where the cost per block shows, nor above 1 MiB: a training step reads and writes at once, and larger
-    blocks make it 2 to 6 % longer on the drives we had. 1 MiB where the limit is unknown.
+    At least 512 KiB, because below that the cost per block matters. At most 1 MiB, because larger blocks made a
+    step, which reads and writes at once, 2 to 6 % longer on our drives. 1 MiB if the limit is unknown.
     """
     limit = (drive.queue.max_sectors_kb or 0) * KIB
     if not limit:
@@ -208,7 +210,7 @@ class _Mount(NamedTuple):
 
 
 def _mount_of(path: Path, mountinfo: Path) -> _Mount:
-    """The mount of `path`: the deepest; of several on one point the last, which hides the others."""
+    """Return the mount of `path`: the deepest; of several on one point the last, which hides the others."""
     deepest = _Mount("", "/", (), "unknown", "unknown")
     for line in (text_of(mountinfo) or "").split("\n"):
         mount, separator, super_block = line.partition(" - ")
@@ -217,7 +219,7 @@ def _mount_of(path: Path, mountinfo: Path) -> _Mount:
         _, _, device_number, _, point, options, *_ = mount.split(" ")
         file_system, source, *super_options = super_block.split(" ")
         names = dict.fromkeys([*options.split(","), *",".join(super_options).split(",")])
-        if "ro" in names:  # of the mount or of the file system: either forbids writing
+        if "ro" in names:  # of the mount or the file system: either forbids writing
             names.pop("rw", None)
         point = _unescape(point)
         if path.is_relative_to(point) and len(Path(point).parts) >= len(Path(deepest.point).parts):
@@ -226,12 +228,12 @@ def _mount_of(path: Path, mountinfo: Path) -> _Mount:
 
 
 def _unescape(text: str) -> str:
-    """mountinfo writes blanks and the like as three octal digits."""
+    """Decode mountinfo's octal escapes of blanks and similar characters."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _device_of(mount: _Mount, sysfs: Path) -> Path | None:
-    """The folder of the mount's block device. btrfs gives a number that is no device's, but names one as its source."""
+    """Return the sysfs folder of the mount's block device; btrfs names it only as its source."""
     names = [sysfs / "dev/block" / mount.device_number] if mount.device_number else []
     if mount.source.startswith("/dev/"):
         names.append(sysfs / "class/block" / Path(mount.source).resolve().name)
@@ -239,8 +241,7 @@ def _device_of(mount: _Mount, sysfs: Path) -> Path | None:
 
 
 def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
-    """The layers from `device` down, such as "dm-0 (CRYPT-LUKS2 home)" or "md0 (raid0)", and the whole disks under them, each
-    once."""
+    """Return the layers below `device`, such as "dm-0 (CRYPT-LUKS2 home)" or "md0 (raid0)", and the whole disks."""
     disk = _whole(device)
     slaves = sorted((disk / "slaves").iterdir()) if (disk / "slaves").is_dir() else []
     if not slaves:
@@ -257,7 +258,7 @@ def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
             )
         ]
     uuid = text_of(disk / "dm/uuid") or ""
-    kind = "-".join(uuid.split("-")[: 2 if uuid.startswith("CRYPT-") else 1])  # what follows are numbers
+    kind = "-".join(uuid.split("-")[: 2 if uuid.startswith("CRYPT-") else 1])  # numbers follow
     words = " ".join(filter(None, [kind, text_of(disk / "dm/name"), text_of(disk / "md/level")]))
     layers = [f"{disk.name} ({words})" if words else disk.name]
     disks: list[Disk] = []
@@ -269,12 +270,12 @@ def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
 
 
 def _whole(device: Path) -> Path:
-    """The disk of a partition; any other device itself."""
+    """Return the disk of a partition; any other device unchanged."""
     return device.parent if (device / "partition").exists() else device
 
 
 def _transport(disk: Path) -> str:
-    """How the disk is attached, from the path of its device and the kernel's name for it."""
+    """Return the disk's transport, from the path of its device and the kernel's name for it."""
     if disk.name.startswith("nvme"):
         kind = next((kind for controller in _controllers(disk) if (kind := text_of(controller / "transport"))), "pcie")
         return "nvme" if kind == "pcie" else f"nvme-{kind}"
@@ -296,7 +297,7 @@ def _transport(disk: Path) -> str:
 
 
 def _numa_node(disk: Path, sysfs: Path) -> int | None:
-    """The first one said on the way up from the disk, or from its controller where the disk is a path over several."""
+    """Return the first node found upwards from the disk, or from its controllers if it has several paths."""
     for start in (disk, *_controllers(disk)):
         for folder in (start, *start.parents):
             if folder == sysfs:
@@ -308,7 +309,7 @@ def _numa_node(disk: Path, sysfs: Path) -> int | None:
 
 
 def _controllers(disk: Path) -> list[Path]:
-    """The NVMe controllers of a disk: its device, or with native multipath the members of its subsystem."""
+    """Return the NVMe controllers of a disk: its device, or with native multipath its subsystem's members."""
     device = disk / "device"
     return [path.resolve() for path in (device, *sorted(device.glob("nvme*"))) if (path / "transport").exists()]
 

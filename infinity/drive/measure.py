@@ -1,9 +1,7 @@
-"""What a drive gives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
+"""Measures drives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
 
-`measure_drive` is a short measurement of its present rates, for the lower bound of a measured step.
-
-Mechanism only: it measures the settings it is told to. What to try, and what to make of it, is decided above.
-Used by one thread; the ring threads of the engine under test move the bytes.
+`measure_drive` is a short measurement of current rates, for the lower bound of a measured step. This file only measures
+given settings; callers choose them. Used by one thread; the ring threads of the engine move the bytes.
 """
 
 from __future__ import annotations
@@ -30,21 +28,21 @@ from infinity.units import GIB, MIB, format_bytes
 POOL_BYTES = 512 * MIB
 FILE_BYTES_MIN = 16 * MIB
 _LEASES = 8
-"""Leases that the pool is cut into; a transfer moves one at most. Large, so that Python has little to do, and yet small
-enough that a slow drive ends in time."""
+"""Number of leases in the pool; a transfer moves at most one. Large, so that Python has little work; small enough that
+a slow drive ends in time."""
 
 MIX_MODES = ("interleaved", "bursts")
-"""How the engine may put reads and writes together."""
+"""Ways in which the engine mixes reads and writes."""
 
 _TRANSFER_BYTES_MIN = 4 * MIB
 _RATES_POOL_BYTES_MIN = 64 * MIB
 
 _WARM_UP = 0.2
-"""Part of a trial that runs before its clock does: the queue of the drive is then full."""
+"""Share of a trial that runs before its clock starts, to fill the drive's queue."""
 
 
 class Workload(str, Enum):
-    """What a trial moves. MIXED is what an optimizer step does: it reads one chunk while another is written."""
+    """Kind of load. MIXED is that of an optimizer step: it reads one chunk while it writes another."""
 
     READ = "read"
     WRITE = "write"
@@ -53,12 +51,12 @@ class Workload(str, Enum):
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement, between two moments at which the drive had all that its settings allow in flight.
+    """One measurement, between two moments at which the drive's queue was full.
 
     Attributes:
-        nbytes: bytes moved in between, read and written together.
+        nbytes: bytes read and written in between.
         seconds: wall time in between.
-        cpu_seconds: user and system time of the whole process, I/O threads and Python included.
+        cpu_seconds: user and system time of the whole process, with I/O threads and Python.
     """
 
     workload: Workload
@@ -81,8 +79,8 @@ class DriveRates:
     """Bytes per second of long sequential transfers through the I/O engine: medians of a few rounds.
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: while nothing else goes on.
-        mixed_bytes_per_s: read and written in equal parts at once, as a training step does; both counted.
+        read_bytes_per_s, write_bytes_per_s: rates of reading alone and writing alone.
+        mixed_bytes_per_s: rate of reading and writing at once in equal parts, as in a training step; both counted.
     """
 
     read_bytes_per_s: float
@@ -100,14 +98,14 @@ def measure_drive(
     io: IoSettings | None = None,
     **io_options: Any,
 ) -> DriveRates:
-    """Read and write random data on the drive of `path`, in turn and both at once.
+    """Measure reads, writes and both at once, with random data on the drive of `path`.
 
     Args:
         nbytes: size of the file (bytes).
-        rounds: trials of each, at least `seconds` long.
+        rounds: trials of each kind, at least `seconds` long.
         io, io_options: as for `infinity.aio.IoEngine`.
 
-    Leaves nothing behind. Raises StoreError or IoError.
+    Leaves no file behind. Raises StoreError or IoError.
     """
     settings = replace(io or IoSettings(), **io_options)
     pool_bytes = max(_RATES_POOL_BYTES_MIN, 2 * settings.in_flight_bytes)
@@ -121,22 +119,24 @@ def measure_drive(
 
 
 class DriveTest:
-    """A file of random data on the drive of `path`, with a pinned pool to move it through.
+    """A file of random data on the drive of `path`, and a pinned pool for its transfers.
 
     Args:
         path: folder on the drive; created if needed.
         nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
-        pool_bytes: most pinned memory to take; never more than the size of the file.
+        pool_bytes: maximum of pinned memory; never more than the size of the file.
 
-    Call `fill` before the first trial: reserved space reads as zeros without touching the drive, and its first write costs the
-    file system a conversion. The file has no name, so its space is freed however the process ends ([Note: Leaving nothing
-    behind] in store/run_folder.py).
-    Raises StoreError for a path without the rights or the space, ValueError for a file that is too small.
+    Call `fill` before the first trial: reserved space reads as zeros without touching the drive, and the file system
+    converts it on the first write. The file has no name, so its space is freed however the process ends ([Note: Leaving
+    nothing behind] in store/run_folder.py). Raises StoreError for missing permissions or space, ValueError for a file
+    that is too small.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, nbytes: int, pool_bytes: int = POOL_BYTES) -> None:
         if nbytes < FILE_BYTES_MIN:
-            raise ValueError(f"the file must have {format_bytes(FILE_BYTES_MIN)} or more, got {format_bytes(nbytes)}")
+            raise ValueError(
+                f"the test file must have at least {format_bytes(FILE_BYTES_MIN)}, got {format_bytes(nbytes)}"
+            )
         self.chunk_bytes = 1 << ((min(pool_bytes, nbytes) // _LEASES).bit_length() - 1)
         self.nbytes = nbytes // self.chunk_bytes * self.chunk_bytes
         self.notes: list[str] = []
@@ -150,7 +150,7 @@ class DriveTest:
             self._file = File(name, create=True)
             stack.callback(self._file.close)
             self.descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-            """A plain descriptor of the file, through which another program can be measured on the same bytes."""
+            """A plain descriptor of the file, so that another program can be measured on the same bytes."""
             stack.callback(os.close, self.descriptor)
             name.unlink()
             try:
@@ -168,11 +168,11 @@ class DriveTest:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache. If not, memory is measured, not the drive."""
+        """True if transfers bypass the page cache. If not, memory is measured instead of the drive."""
         return self._file.direct
 
     def fits(self, settings: IoSettings) -> bool:
-        """Whether the pool can keep the drive busy at these settings: half in flight, half next in the queue."""
+        """Return True if the pool can keep the drive busy with these settings: half in flight, half queued next."""
         in_time = settings.in_flight_bytes <= self.pool_bytes // 2
         return in_time and settings.block_bytes <= self.chunk_bytes
 
@@ -186,10 +186,9 @@ class DriveTest:
         self._filled = True
 
     def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
-        """Move bytes for `seconds` after a warm-up. Each trial goes on in the file where the last one stopped.
+        """Move bytes for `seconds` after a warm-up. Each trial continues in the file where the last one stopped.
 
-        The settings of the result name the backend that "auto" stood for. Raises IoError; ValueError for settings that
-        no engine takes.
+        The result's settings name the backend chosen for "auto". Raises IoError; ValueError for invalid settings.
         """
         assert self._filled, "a trial on a file that was not written yet"
         with contextlib.closing(self._make_engine(settings)) as engine:
@@ -221,20 +220,25 @@ class DriveTest:
         return engine
 
     def _transfer_bytes(self, settings: IoSettings) -> int:
-        """Bytes per transfer: a power of two that divides the file; the bytes in flight, within bounds. At most a lease; and
-        less where little is in flight, since a trial ends only when all it has queued has moved."""
+        """Return the bytes per transfer: a power of two that divides the file, near the bytes in flight.
+
+        At most a lease. Small if little is in flight, because a trial ends only when all queued bytes have moved.
+        """
         wanted = max(_TRANSFER_BYTES_MIN, settings.block_bytes, settings.in_flight_bytes)
         return min(1 << (wanted - 1).bit_length(), self.chunk_bytes)
 
     def _slots(self, workload: Workload, settings: IoSettings, transfer_bytes: int) -> int:
-        """Number of turns to keep in the engine: those in flight, one that is being cut into blocks, and one until Python has
-        woken up; one more where reads and writes may go in bursts, so that both kinds are always waiting."""
+        """Return the number of turns to keep in the engine.
+
+        They are those in flight, one being cut into blocks, and one until Python has woken up. A mixed load has one
+        more, so that in bursts both kinds are always waiting.
+        """
         ways = 2 if workload is Workload.MIXED else 1
         wanted = -(-settings.in_flight_bytes // (transfer_bytes * ways)) + 1 + ways
         return min(wanted, _LEASES // ways)
 
     def _turns(self, engine: IoEngine, workload: Workload, nbytes: int, slots: int) -> Iterator[None]:
-        """Keep `slots` turns of `nbytes` each way in flight while iterated; yields whenever the oldest has ended."""
+        """Keep `slots` turns of `nbytes` each way in flight while iterated; yield when the oldest has ended."""
         under_way = deque(engine.start(self._requests(workload, nbytes, slot)) for slot in range(slots))
         for slot in itertools.cycle(range(slots)):
             engine.wait(under_way.popleft())
@@ -242,7 +246,7 @@ class DriveTest:
             yield
 
     def _requests(self, workload: Workload, nbytes: int, slot: int) -> list[Request]:
-        """The transfers of one turn: at the next place in the file, through the leases of `slot`."""
+        """Return the transfers of one turn: at the next place in the file, through the leases of `slot`."""
         offset = -(-self._offset // nbytes) * nbytes % self.nbytes
         self._offset = offset + nbytes
         if workload is not Workload.MIXED:
@@ -251,19 +255,19 @@ class DriveTest:
         return [self._request("read", offset, nbytes, 2 * slot), self._request("write", far_away, nbytes, 2 * slot + 1)]
 
     def _request(self, operation: str, offset: int, nbytes: int, lease: int) -> Request:
-        """With the priorities of the optimizer's lap."""
+        """Return a request with the priority that the optimizer's lap uses."""
         priority = Priority.PREFETCH if operation == "read" else Priority.WRITE_BACK
         return Request(operation, self._file, offset, self._leases[lease], 0, nbytes, priority)
 
 
 def _counters(engine: IoEngine) -> tuple[int, float, float]:
-    """Bytes moved, seconds, and CPU seconds of the process, up to now."""
+    """Return bytes moved, seconds, and CPU seconds of the process, up to now."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return engine.read_bytes + engine.written_bytes, time.perf_counter(), usage.ru_utime + usage.ru_stime
 
 
 def _go_on(turns: Iterator[None], seconds: float) -> None:
-    """Take turns until `seconds` have passed; at least one."""
+    """Run at least one turn, until `seconds` have passed."""
     end = time.perf_counter() + seconds
     for _ in turns:
         if time.perf_counter() >= end:

@@ -1,4 +1,4 @@
-"""Optimizer arithmetic only: tensors in, tensors changed in place; where they come from is not known here."""
+"""Optimizer arithmetic: changes tensors in place, without knowledge of where they come from."""
 
 from infinity.optim.adam import AdamSettings, adam_
 

@@ -1,8 +1,8 @@
 """Adam and AdamW on lists of tensors, by torch's own kernels.
 
-The functions called are those that `torch.optim.AdamW` and `torch.optim.Adam` call themselves, so the numbers are theirs,
-bit for bit, with the same `fused`. Adam is elementwise: cutting a tensor changes nothing as long as no cut falls inside a
-vector of the kernel (see SHARD_ALIGN in infinity/store/layout.py).
+Calls the functions that `torch.optim.AdamW` and `torch.optim.Adam` call, so the numbers are theirs, bit for bit, with
+the same `fused`. Adam is elementwise: a tensor can be cut anywhere except inside a vector of the kernel (see
+SHARD_ALIGN in infinity/store/layout.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.optim.adam import adam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What is kept of each element, by torch's names."""
+"""Moments of each element, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ def adam_(
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
 ) -> None:
-    """One Adam step (Kingma & Ba 2015, algorithm 1; decoupled decay: Loshchilov & Hutter 2019, algorithm 2), in place.
+    """Take one Adam step in place.
 
-    All lists have the same length; entry i of each has the same shape. masters, exp_avgs and exp_avg_sqs are fp32, grads
-    fp32; each of `steps` is an fp32 scalar that is raised by one.
+    Sources: Kingma & Ba 2015, algorithm 1; for decoupled decay Loshchilov & Hutter 2019, algorithm 2.
+
+    All lists have the same length; entry i of each has the same shape. All tensors are fp32; each of `steps` is a
+    scalar that is increased by one.
     """
     adam(
         masters,

@@ -1,7 +1,8 @@
-"""Moments in 8 bits: their codes and scales, in plain PyTorch. The kernel gives the same, bit for bit.
+"""8-bit moments: their codes and scales, in plain PyTorch. The kernel gives the same, bit for bit.
 
-[Note: Codes of eight bits] in csrc/optim/codes.inc has the format and its source: a code (uint8) of every element, and a scale
-(fp32) of every block of `BLOCK_NUMEL` elements, counted from the first of a shard. Codes of the first moment have a sign.
+[Note: Codes of eight bits] in csrc/optim/codes.inc describes the format and its source: a code (uint8) per element, and
+a scale (fp32) per block of `BLOCK_NUMEL` elements, counted from the start of a shard. Codes of the first moment have a
+sign.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ _ZERO_OF_SIGNED = 127
 
 @dataclass(frozen=True)
 class _Codes:
-    """values: of all 256 codes. thresholds: where decades 1 to 8 begin. steps, shift, limit: by decade (0 to 8), the whole part
-    of value * steps + shift, at most limit, is the number of the nearest code. All fp32, but limit (int64) and, as products of
-    two fp32 numbers are exact in it, steps and shift (fp64)."""
+    """A code table.
+
+    values: of all 256 codes. thresholds: first value of decades 1 to 8. steps, shift, limit: by decade (0 to 8); the
+    nearest code's number is the integer part of value * steps + shift, at most limit. limit is int64, steps and shift
+    are fp64 (exact for products of two fp32 numbers), the others fp32.
+    """
 
     values: torch.Tensor
     thresholds: torch.Tensor
@@ -32,26 +36,26 @@ class _Codes:
 
 
 def blocks_of(numel: int) -> int:
-    """The blocks in which so many elements lie."""
+    """Return the number of blocks of `numel` elements."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def code_values(*, signed: bool) -> torch.Tensor:
-    """The values (fp32, 256, ascending) of the codes of a first moment (`signed`), or of a second."""
+    """Return the values (fp32, 256, ascending) of the codes of a first moment (`signed`) or of a second."""
     return _codes(signed).values.clone()
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """The moments (fp32) of codes (uint8, 1-D) that begin with a block, and of the scales (fp32) of their blocks."""
+    """Return the moments (fp32) for codes (uint8, 1-D, starting at a block) and the scales (fp32) of their blocks."""
     values = _codes(signed).values[codes.long()]
     scale = scales.repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
     return torch.where(scale == 0, 0.0, values * scale)
 
 
 def encode(moments: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes (uint8, 1-D, one for each element) and scales (fp32, one for each block) of moments (fp32, 1-D).
+    """Return the codes (uint8, 1-D, one per element) and scales (fp32, one per block) of moments (fp32, 1-D).
 
-    The first of them begins a block. A block with a moment that isn't finite decodes as NaN, one without a normal number as
+    The first moment starts a block. A block with a non-finite moment decodes as NaN, one without a normal number as
     zero.
     """
     code = _codes(signed)
@@ -80,7 +84,8 @@ def _codes(signed: bool) -> _Codes:
     numbers = [1 << (i - 1 if signed else i) for i in range(_DECADES + 1) if i or not signed]
     counts = [0, *numbers] if signed else numbers
     tens = [10.0 ** (i - 7) for i in range(_DECADES)]
-    # A decade has counts[i] values, that of x in [counts[i], 2 * counts[i]) being x * slope + offset; the last has the 1.
+    # A decade has counts[i] values; the value of x in [counts[i], 2 * counts[i]) is x * slope + offset. The last has
+    # the 1.
     slope = _fp32([0, *(0.9 * tens[i] / counts[i] for i in range(1, _DECADES)), 0])
     offset = _fp32([0, *(-0.8 * ten for ten in tens[1:]), 1])
     steps = _fp32([0, *(counts[i] / (0.9 * tens[i]) for i in range(1, _DECADES)), 0])

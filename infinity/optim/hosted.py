@@ -1,12 +1,12 @@
-"""Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
+"""Steps pieces of tensors by the `step` of any elementwise torch optimizer.
 
 [Note: What can be stepped piece by piece]
-An optimizer can be, if it updates each element from that element's gradient and state alone, and if its state is fp32 numbers
-per element and perhaps the number of steps. No list of names says that of an optimizer, and a user's own is in no list. So each
-is tried: a few steps on a whole matrix and on pieces of it must agree in every bit. One that looks at whole rows, norms, shapes
-or random numbers doesn't.
+An optimizer can be stepped piece by piece if it updates each element from that element's gradient and state alone, and
+if its state is fp32 numbers per element, and perhaps a step count. No list of names can decide that for a user's own
+optimizer. So each optimizer is tried: a few steps on a matrix and on pieces of it must agree in every bit. Optimizers
+that use whole rows, norms, shapes or random numbers fail the trial.
 
-The numbers are those of the optimizer with the same arguments on the CPU: of torch's plain loop, or of its fused kernel where
+Results equal those of the optimizer with the same arguments on the CPU: torch's plain loop, or its fused kernel if
 `fused` is set.
 """
 
@@ -31,40 +31,40 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """The hyper-parameters of one parameter group: names and values, all but the parameters."""
+    """The hyper-parameters of one parameter group by name, without the parameters."""
 
     values: tuple[tuple[str, Any], ...]
 
     @staticmethod
     def of(group: dict[str, Any]) -> Settings:
-        """Raises ConfigError for those with which pieces can't be stepped."""
+        """Return the settings of a group. Raises ConfigError for settings that pieces can't be stepped with."""
         values = []
         for name, value in group.items():
             if name == "params":
                 continue
             if isinstance(value, torch.Tensor):
-                raise ConfigError(f"{name} is a tensor, which is not available for paged parameters: pass a number")
+                raise ConfigError(f"{name} is a tensor, which is not supported for paged parameters: pass a number")
             if value and name in ("capturable", "differentiable"):
-                raise ConfigError(f"{name} is not available for paged parameters")
+                raise ConfigError(f"{name} is not supported for paged parameters")
             values.append((name, tuple(value) if isinstance(value, list) else value))
         return Settings(tuple(values))
 
     def __hash__(self) -> int:
-        return hash(tuple(name for name, _ in self.values))  # values of an optimizer of one's own may be anything
+        return hash(tuple(name for name, _ in self.values))  # a user's optimizer may have unhashable values
 
 
 class Stepper:
     """Steps pieces of tensors as an optimizer would step the whole.
 
     Args:
-        like: the optimizer, with its parameter groups; it is left as it is, and may hold any parameters.
+        like: the optimizer with its parameter groups; stays unchanged, and may hold any parameters.
 
-    moments: what it keeps of each element, by its names. counts_steps: whether it also keeps a "step".
-    Raises ConfigError, saying why, where that can't be done: see [Note: What can be stepped piece by piece].
+    moments: names of its state per element. counts_steps: True if its state has a "step".
+    Raises ConfigError with the reason if the optimizer can't be stepped piece by piece: see the note of this file.
     """
 
     def __init__(self, like: torch.optim.Optimizer) -> None:
-        self._like = _bare(like, [])  # whoever keeps this one keeps no parameters
+        self._like = _bare(like, [])  # so that this object keeps no parameters alive
         self.kind = type(like).__name__
         self._begins_with_state = bool(like.state)
         self.defaults: dict[str, Any] = dict(like.defaults)
@@ -83,10 +83,10 @@ class Stepper:
         steps: Sequence[torch.Tensor],
         first: bool,
     ) -> None:
-        """One step, in place. All lists have the same length.
+        """Take one step in place. All lists have the same length.
 
-        Entry i of masters, grads and of each of the moments has the same shape (fp32); `steps` are scalars of how many steps
-        were taken, and are left as they are. `first`: none was, so that what the moments are doesn't matter.
+        Entry i of masters, grads and each moment has the same shape (fp32). `steps` are scalars with the number of
+        steps taken, and stay unchanged. `first`: no step was taken, so the moments' values are ignored.
         """
         groups = [{**dict(settings.values), "params": masters}]
         worker = self._begin(groups) if first else _bare(self._like, groups)
@@ -104,7 +104,7 @@ class Stepper:
                     view.copy_(new_state[name])
 
     def _begin(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """One that has taken no step, with the state that it has then: some are made with state."""
+        """Return an optimizer before its first step, with its initial state, which some optimizers have."""
         if not self._begins_with_state:
             return _bare(self._like, groups)
         kind: Any = type(self._like)
@@ -116,17 +116,17 @@ class Stepper:
         try:
             reason = self._reason_against(settings)
         except MemoryError:
-            raise  # says nothing about the optimizer
-        except Exception as error:  # whatever an optimizer of one's own does
+            raise  # not the optimizer's fault
+        except Exception as error:  # a user's optimizer may raise anything
             reason = f"a step of it failed ({type(error).__name__}: {error})"
         if reason:
             raise ConfigError(
-                f"optimizer {type(self._like).__name__} can't be paged, where state is stepped piece by piece: {reason}; pass "
-                "another one, or set the device of offload_param and offload_optimizer to none"
+                f"optimizer {type(self._like).__name__} can't be paged, because paging updates state piece by piece: "
+                f"{reason}; use another one, or set the device of offload_param and offload_optimizer to none"
             )
 
     def _reason_against(self, settings: Settings) -> str | None:
-        """In words, why it can't be stepped in pieces with such settings; notes what it keeps."""
+        """Return the reason why pieces can't be stepped with these settings, or None; record the state it keeps."""
         random = torch.Generator().manual_seed(0)
         whole = torch.nn.Parameter(torch.randn(_SHAPE, generator=random))
         groups = [{**dict(settings.values), "params": [whole]}]
@@ -152,28 +152,28 @@ class Stepper:
                 first=done == 0,
             )
         if any(value != before.get(name) for name, value in real.param_groups[0].items() if name != "params"):
-            return "it keeps numbers for a whole parameter group"
+            return "it keeps state for a whole parameter group"
         expected = {name: value for name, value in real.state[whole].items() if name in moments and value is not None}
         same = _same(flat, whole.detach()) and all(_same(moments[name], value) for name, value in expected.items())
-        return None if same else "it does not update each element by itself (pieces of a matrix come out otherwise)"
+        return None if same else "it does not update each element independently (pieces of a matrix give other values)"
 
     def _note_state(self, state: dict[str, Any]) -> str | None:
-        """What it keeps; or in words, what of it can't be paged."""
+        """Record the state that it keeps; return a reason if some of it can't be paged."""
         for name, value in state.items():
             if name == "step" and isinstance(value, torch.Tensor) and value.dim() == 0:
                 self.counts_steps = True
             elif isinstance(value, torch.Tensor) and value.shape == _SHAPE and value.dtype is torch.float32:
                 self.moments += () if name in self.moments else (name,)
             elif value is not None:
-                return f"what it keeps as {name!r} is no fp32 number per element"
+                return f"its state {name!r} is not one fp32 number per element"
         return None
 
 
 def _bare(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, without state and without anybody who listens to its steps."""
+    """Return the same optimizer over other parameters, without state and without step hooks."""
     worker = object.__new__(type(like))
     worker.__dict__.update(like.__dict__)
-    worker.__dict__.pop("step", None)  # what a schedule wraps around it
+    worker.__dict__.pop("step", None)  # a wrapper by a learning rate schedule
     worker.param_groups, worker.state = groups, defaultdict(dict)
     worker._optimizer_step_pre_hooks, worker._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return worker

@@ -1,7 +1,7 @@
 """The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
 
-The gradient is converted, unscaled and clipped on the way in, and the compute parameter is made on the way out. A master may be
-split into that and its remainder. Tensors are updated in place, on the caller's thread and a few more.
+It converts, unscales and clips the gradient on the way in, and makes the compute parameter on the way out. A master may
+be split into compute parameter and remainder. Tensors are updated in place, on the caller's thread and a few more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.units import PAGE_BYTES
 log = logging.getLogger("infinity")
 
 INSTRUCTIONS: tuple[str, ...] = tuple(_optim.instruction_sets())
-"""The instruction sets of this CPU that the kernel knows, the fastest first. All of them give the same numbers."""
+"""Instruction sets of this CPU that the kernel supports, fastest first. All give the same numbers."""
 
 _GRAD_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _COMPUTE_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -34,11 +34,11 @@ _BITS = (torch.int16, torch.uint16)
 class GradPiece:
     """The gradient of elements [offset, offset + numel) of a sub-group.
 
-    grad: fp32, bf16 or fp16, 1-D and contiguous, in host memory; its length is numel. start, shard_numel: the elements are
-    those from `start` on of a shard of `shard_numel` (the piece is the whole shard, if left out). torch rounds the last few
-    elements of a shard in another way, so this decides to which of its results the kernel is equal: to that for the shard,
-    however it was cut. key, place: for moments in bf16, the key of the parameter's random numbers (`small_moments.key_of`), and
-    the number of the first element in the whole parameter.
+    grad: fp32, bf16 or fp16, 1-D and contiguous, in host memory, with numel elements. start, shard_numel: the elements
+    begin at `start` in a shard of `shard_numel`; by default the piece is the whole shard. torch rounds the last few
+    elements of a shard differently, and the kernel matches torch's result for the shard, however it was cut. key,
+    place: for bf16 moments, the key of the parameter's random numbers (`small_moments.key_of`), and the first element's
+    index in the whole parameter.
     """
 
     offset: int
@@ -50,25 +50,27 @@ class GradPiece:
 
     @property
     def row(self) -> tuple[int, int, int, int, int, int, int]:
-        """As the compiled kernel takes it."""
+        """The piece as the compiled kernel expects it."""
         numel = self.grad.numel()
         whole = self.start + numel if self.shard_numel is None else self.shard_numel
         return self.grad.data_ptr(), self.offset, numel, self.start, whole, self.key, self.place
 
 
 _Checked = tuple[torch.Tensor | None, Collection[torch.dtype], str, int]
-"""A tensor, the dtypes that it may have, its name, and how many elements it must have."""
+"""A tensor, its allowed dtypes, its name, and its required number of elements."""
 
 
 @dataclass
 class PageSums:
-    """The checksums of the pages in which the fields of a sub-group lie: an update verifies each page before it changes it, and
-    sums it after, while it is in a cache; see [Note: Sums on the way] in csrc/optim/adam.h.
+    """Checksums of the pages of a sub-group's fields.
 
-    pages: the memory (uint8, whole pages of 4 KiB, aligned to them, in host memory); what lies between fields is left alone.
-    expected: as `infinity.aio.File.checksums` gives it, 4 bytes per page; zeros for pages that are not to be verified.
-    After the update, new: the checksums anew, in the same form, zeros for pages of no field; wrong_page: the number of the
-    first page that did not hold what it must, or None. Where there is one, the fields are torn.
+    An update verifies each page before it changes it, and sums it afterwards while it is in a cache: [Note: Sums on the
+    way] in csrc/optim/adam.h.
+
+    pages: the memory (uint8, whole aligned 4 KiB pages, in host memory); bytes between fields stay unchanged. expected:
+    4 bytes per page, as from `infinity.aio.File.checksums`; zeros for pages that are not verified. Set by the update:
+    new, the new checksums in the same form, zeros for pages of no field; wrong_page, the number of the first page that
+    failed, or None. If one failed, the fields are torn.
     """
 
     pages: torch.Tensor
@@ -95,20 +97,21 @@ def update(
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """One step of Adam on the elements of a sub-group that `pieces` name, in place.
+    """Take one Adam step in place on the elements of a sub-group that `pieces` name.
 
-    exp_avg and exp_avg_sq are the whole sub-group: both fp32; or both bf16, rounded as small_moments.py says; or both uint8,
-    the codes that coded_moments.py makes, with `scales` (fp32): of all blocks of the first, then of the second. So is the
-    master: either `master` (fp32), and compute_param (bf16 or fp16) is set from it where given; or compute_param (bf16),
-    remainder (int16 or uint16) and ties, as `split` makes them. All are 1-D and contiguous, in host memory, of one length.
-    Pieces ascend without overlap, and their gradients have one dtype. `step` counts this step, from 1. Gradients are multiplied
-    by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads` share the work (torch's number if None); the calling
-    thread is one of them, and the GIL is released. `staged`: where the compute parameters of a split master are taken from, and
-    the new ones are put, too. `sums`: to be verified and made anew on the way.
+    All tensors are 1-D, contiguous, in host memory and of one length. exp_avg and exp_avg_sq cover the whole sub-group:
+    both fp32; or both bf16, rounded as in small_moments.py; or both uint8, coded as in coded_moments.py, with `scales`
+    (fp32) of all blocks of the first, then of the second. The master is either `master` (fp32), from which
+    compute_param (bf16 or fp16) is set if given; or compute_param (bf16), remainder (int16 or uint16) and ties, as made
+    by `split`.
 
-    Returns the ties of the whole sub-group anew, where the master is split: those that lie in no piece are the old ones. The
-    numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for pieces
-    that do not fit.
+    Pieces ascend without overlap, and their gradients have one dtype. `step` counts this step, from 1. Gradients are
+    multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads` share the work (None: torch's
+    number), including the calling thread; the GIL is released. `staged`: if given, compute parameters of a split master
+    are read from it, and the new ones are written to it too. `sums`: checksums to verify and recompute.
+
+    Returns the new ties of the whole sub-group if the master is split; ties outside all pieces stay. The numbers are
+    those of torch's fused kernel: see `matches_torch`. Raises ValueError for wrong tensors or pieces.
     """
     numel = exp_avg.numel()
     grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
@@ -124,16 +127,16 @@ def update(
         *[(piece.grad, _GRAD_DTYPES, "gradients", piece.grad.numel()) for piece in pieces],
     )
     if exp_avg.dtype is not exp_avg_sq.dtype:
-        raise ValueError(f"both moments have one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")
+        raise ValueError(f"both moments must have one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")
     if (scales is not None) != (exp_avg.dtype is torch.uint8):
-        raise ValueError(f"scales are for moments in 8 bits, and these are {exp_avg.dtype}")
+        raise ValueError(f"scales must be given for 8-bit moments, and only for these; the moments are {exp_avg.dtype}")
     if scales is not None:
         _check((scales, (torch.float32,), "the scales", 2 * blocks_of(numel)))
     if (master is None) == (remainder is None) or (master is None and compute_param is None):
-        raise ValueError("the master is given in full, or as compute parameter and remainder")
+        raise ValueError("pass the master either in full, or as compute parameter and remainder")
     for piece in pieces:
         if piece.grad.dtype is not grad_dtype:
-            raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
+            raise ValueError(f"gradients of one update must have one dtype, got {grad_dtype} and {piece.grad.dtype}")
     addressed = {"scales": scales, "master": master, "copy": compute_param, "remainder": remainder, "staged": staged}
     addressed["pages"] = sums.pages if sums is not None else None
     new_ties, new_sums, wrong_page = _optim.update(
@@ -166,11 +169,12 @@ def update(
 
 
 # [Note: Split masters]
-# The compute parameter is the master's upper 16 bits, rounded to nearest even as torch converts. The remainder is the lower 16
-# bits. A remainder above 0x8000 says that the compute parameter was rounded up by one in the last place; below, it was not. At
-# 0x8000, a tie, it was rounded to the even neighbour. Then an odd compute parameter was not rounded up, and an even one may
-# have been. So a list names the ties that were rounded up: one in 131072 of the masters that training leaves is a tie. Every
-# master comes back bit for bit, infinities, denormals and what rounds up to infinity included. A NaN stays a NaN.
+# The compute parameter is the master's upper 16 bits, rounded to nearest even as torch converts. The remainder is the
+# lower 16 bits. A remainder above 0x8000 means that the compute parameter was rounded up by one in the last place;
+# below, that it was not. At 0x8000, a tie, it was rounded to the even neighbour: an odd compute parameter was not
+# rounded up, and an even one may have been. So a list has the ties that were rounded up; one in 131072 of the masters
+# in training is a tie. Every master is restored bit for bit, including infinities, denormals and values that round up
+# to infinity. A NaN stays a NaN.
 
 
 def split(
@@ -183,8 +187,8 @@ def split(
 ) -> torch.Tensor:
     """Set `compute_param` (bf16) and `remainder` (int16 or uint16) from `master` (fp32): see [Note: Split masters].
 
-    Returns the ties that were rounded up: ascending indices (int32). `join` gives the master back from the three, bit for bit
-    but for the payload of a NaN. All are 1-D and contiguous, in host memory, of one length.
+    Returns the ties that were rounded up: ascending indices (int32). `join` restores the master from the three, bit for
+    bit except for the payload of a NaN. All are 1-D and contiguous, in host memory, of one length.
     """
     _check(
         (master, (torch.float32,), "the master", master.numel()), *_of_split(compute_param, remainder, master.numel())
@@ -209,7 +213,7 @@ def join(
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """The master (fp32) that `split` made these of, into `out` where it is given."""
+    """Return the master (fp32) from the results of `split`, in `out` if given."""
     master = torch.empty(compute_param.numel(), dtype=torch.float32) if out is None else out
     numel = compute_param.numel()
     _check((master, (torch.float32,), "out", numel), *_of_split(compute_param, remainder, numel))
@@ -230,8 +234,8 @@ def accumulate(
 ) -> None:
     """Add `grads` (fp32, bf16 or fp16) to `sums` (fp32), as `sums.add_(grads.float())` does, in one pass over memory.
 
-    Both are 1-D and contiguous, in host memory, of one length. Raises ValueError for others. (torch's own sum of two dtypes
-    takes twenty times as long.)
+    Both are 1-D and contiguous, in host memory, of one length. Raises ValueError for others. (torch's own sum of two
+    dtypes takes twenty times as long.)
     """
     _check((sums, (torch.float32,), "sums", sums.numel()), (grads, _GRAD_DTYPES, "gradients", sums.numel()))
     _optim.accumulate(
@@ -247,11 +251,12 @@ def accumulate(
 def norms(
     gradients: Sequence[torch.Tensor], *, threads: int | None = None, instructions: str = INSTRUCTIONS[0]
 ) -> torch.Tensor:
-    """The 2-norm of each gradient (fp32, 1-D), as `torch.linalg.vector_norm` gives that of its elements in fp32: where
-    `norms_match_torch`, bit for bit.
+    """Return the 2-norm of each gradient (fp32, 1-D), as `torch.linalg.vector_norm` of its elements in fp32.
 
-    gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory; taken by one of the `threads` (torch's number if
-    None). Raises ValueError for others.
+    If `norms_match_torch`, the bits are the same.
+
+    gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory; each is processed by one of the `threads`
+    (None: torch's number). Raises ValueError for others.
     """
     _check(*[(gradient, _GRAD_DTYPES, "gradients", gradient.numel()) for gradient in gradients])
     computed = _optim.norms(
@@ -264,10 +269,12 @@ def norms(
 
 @functools.cache
 def norms_match_torch() -> bool:
-    """Whether `norms` has the bits of torch's here. Found by comparing some thousand elements, at the first call: see
-    [Note: The same as torch]."""
+    """Return True if `norms` has the bits of torch's here, found by comparison on the first call.
+
+    See [Note: The same as torch].
+    """
     random = torch.Generator().manual_seed(0)
-    sizes = [*_CHECK_SIZES, *range(1, 24)]  # all that may be left of torch's eight sums
+    sizes = [*_CHECK_SIZES, *range(1, 24)]  # all remainders of torch's eight partial sums
     drawn = [
         torch.randn(numel, generator=random, dtype=torch.float32, device="cpu") for numel in sizes for _ in range(20)
     ]
@@ -276,20 +283,19 @@ def norms_match_torch() -> bool:
 
 
 # [Note: The same as torch]
-# The kernel rounds where torch's own binary does, which its source does not fix: the compiler chose where a product and a sum
-# are rounded once. Another torch, or another kind of CPU, may have chosen otherwise, so before the kernel is used it is
-# compared with the torch that is there, once for each way through the arithmetic.
+# The kernel rounds where torch's binary does. torch's source does not determine that: the compiler chose where a
+# product and a sum are rounded once. Another torch or CPU may differ, so before the kernel is used it is compared with
+# the installed torch, once for each path through the arithmetic.
 _CHECK_STEPS = 2
 _CHECK_SIZES = (4096, 1021, 77, 5)
 _equal_to_torch: dict[tuple[object, ...], bool] = {}
 
 
 def matches_torch(settings: AdamSettings) -> bool:
-    """Whether the kernel gives the numbers of torch's fused kernel here for such settings, bit for bit.
+    """Return True if the kernel gives the numbers of torch's fused kernel here with such settings, bit for bit.
 
-    False without a look where settings.fused is not set: torch's plain loop rounds differently. The answer is found by
-    comparing some thousand elements, at the first call for a kind of settings and number of threads. See
-    [Note: The same as torch].
+    False if settings.fused is not set, because torch's plain loop rounds differently. Otherwise found by comparing some
+    thousand elements, on the first call for a kind of settings and number of threads: [Note: The same as torch].
     """
     if not settings.fused:
         return False
@@ -300,7 +306,7 @@ def matches_torch(settings: AdamSettings) -> bool:
         _equal_to_torch[key] = all(_same_steps(settings, numel) for numel in _CHECK_SIZES)
         if not _equal_to_torch[key] and sum(not equal for equal in _equal_to_torch.values()) == 1:
             log.warning(
-                "torch %s rounds Adam differently from infinity's update kernel on this machine: using torch's own, "
+                "torch %s rounds Adam differently from infinity's update kernel on this machine: using torch's kernel, "
                 "which takes more passes over memory",
                 torch.__version__,
             )
@@ -308,7 +314,7 @@ def matches_torch(settings: AdamSettings) -> bool:
 
 
 def _same_steps(settings: AdamSettings, numel: int) -> bool:
-    """Whether a few steps on random elements agree, of which some are very large, very small or zero."""
+    """Return True if a few steps agree on random elements, some of them very large, very small or zero."""
     random = torch.Generator().manual_seed(numel)
 
     def draw() -> torch.Tensor:

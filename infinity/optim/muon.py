@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, by torch's own optimizers: one step of a matrix, and models in memory."""
+"""Muon for matrices and AdamW for other parameters, by torch's optimizers: for one matrix, and for models in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 from infinity.errors import ConfigError
 
 MATRIX_MOMENTS = ("momentum_buffer",)
-"""What is kept of each element of a matrix, by torch's name."""
+"""Moments of each element of a matrix, by torch's name."""
 
 _NO_MATRICES = ("embed", "lm_head")
-"""What names of matrices hold that AdamW updates, as in DeepSpeed."""
+"""Parts of names of matrices that AdamW updates, as in DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,22 @@ class MuonSettings:
 
     @staticmethod
     def of(group: dict[str, Any]) -> MuonSettings:
-        """Those of a parameter group."""
+        """Return the settings of a parameter group."""
         values = {field.name: group[field.name] for field in fields(MuonSettings)}
         values |= {"lr": float(group["lr"]), "ns_coefficients": tuple(group["ns_coefficients"])}
         return MuonSettings(**values)
 
 
 def is_for_muon(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter: a matrix that is neither an embedding nor the head of a language model."""
+    """Return True if Muon updates a parameter: a matrix that is neither an embedding nor a language model's head."""
     return len(shape) == 2 and not any(part in name.lower() for part in _NO_MATRICES)
 
 
 def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group of matrices with torch's settings where it has none. Raises ConfigError for what torch refuses, some of
-    it in the midst of a step, and where torch has no Muon."""
+    """Return a parameter group of matrices, completed by torch's defaults.
+
+    Raises ConfigError if torch has no Muon, or for values that torch rejects, some of them only in a step.
+    """
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer Muon needs torch 2.9 or newer, and this is {torch.__version__}")
     asked = {field.name: group[field.name] for field in fields(MuonSettings) if field.name in group}
@@ -61,9 +63,11 @@ def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def muon_(settings: MuonSettings, *, master: torch.Tensor, grad: torch.Tensor, momentum_buffer: torch.Tensor) -> None:
-    """One step of `torch.optim.Muon` (Jordan et al. 2024, kellerjordan.github.io/posts/muon) on a whole matrix, in place.
+    """Take one step of `torch.optim.Muon` on a whole matrix in place (Jordan et al. 2024).
 
-    All are fp32, of the matrix's shape, and contiguous, or DTensors of rows of them; `grad` may be changed, too.
+    Source: kellerjordan.github.io/posts/muon.
+
+    All tensors are fp32, contiguous and of the matrix's shape, or DTensors sharded by rows; `grad` may be changed too.
     """
     matrix = nn.Parameter(master)
     matrix.grad = grad
@@ -73,10 +77,10 @@ def muon_(settings: MuonSettings, *, master: torch.Tensor, grad: torch.Tensor, m
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.Adam` (decoupled, unless a group says
-    otherwise) for the others. `state` is theirs, with a "step" for each parameter.
+    """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.Adam` for the others.
 
-    Raises ConfigError for a parameter of a group with `use_muon` that is no matrix.
+    Adam's weight decay is decoupled unless a group says otherwise. `state` has torch's entries, and a "step" per
+    parameter. Raises ConfigError if a group with `use_muon` has a parameter that is no matrix.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
@@ -91,7 +95,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As for torch."""
+        """Take a step, as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,17 +105,17 @@ class MuonAdamW(torch.optim.Optimizer):
             part.state = self.state
             part.step()
         for parameter in (p for group in self._parts[True].param_groups for p in group["params"]):
-            if parameter.grad is not None:  # Muon itself counts none
+            if parameter.grad is not None:  # Muon itself does not count steps
                 state = self.state[parameter]
                 state["step"] = state.get("step", torch.zeros(())) + 1
         return loss
 
 
 def check_matrices(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ConfigError for one that Muon can't update."""
+    """Raise ConfigError if Muon can't update one of the parameters."""
     for parameter in parameters:
         if parameter.ndim != 2:
             raise ConfigError(
-                f"Muon updates matrices, and got a parameter of shape {tuple(parameter.shape)}: put it into a group with "
-                "use_muon False"
+                f"Muon updates only matrices, got a parameter of shape {tuple(parameter.shape)}: put it into a group "
+                "with use_muon False"
             )

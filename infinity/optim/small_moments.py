@@ -1,8 +1,9 @@
-"""Moments in 16 bits: how they are rounded, in plain PyTorch. The kernel gives the same, bit for bit.
+"""16-bit moments: their rounding, in plain PyTorch. The kernel gives the same, bit for bit.
 
-[Note: Rounded by chance] in csrc/optim/kernels.inc says why: bfloat16 has steps of a hundredth, and a second moment changes by
-a thousandth. A moment is rounded up with a chance of what lies between the two neighbours, by random bits that depend on the
-parameter's name, the step and the element's number in the whole parameter alone.
+[Note: Rounded by chance] in csrc/optim/kernels.inc has the reason: bfloat16 has steps of a hundredth, and a second
+moment changes by a thousandth. A moment is rounded up with a probability equal to its position between its two
+neighbours. The random bits depend only on the parameter's name, the step and the element's index in the whole
+parameter.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _16_BITS = (1 << 16) - 1
 
 
 def key_of(name: str) -> int:
-    """The key (64 bits) of a parameter's random numbers."""
+    """Return the key (64 bits) of a parameter's random numbers."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def random_words(key: int, step: int, place: int, numel: int) -> torch.Tensor:
-    """The 32 random bits (int64, 1-D) of elements [place, place + numel) of a parameter with this key, in this step.
+    """Return the 32 random bits (int64, 1-D) of elements [place, place + numel) of a parameter, in this step.
 
-    The sources of the two hashes stand in csrc/optim: kernels.inc has that of a word, adam.cpp that of a seed.
+    csrc/optim has the sources of the two hashes: kernels.inc of the hash of a word, adam.cpp of that of a seed.
     """
     numbers = torch.arange(place, place + numel)
     of_step = _mixed(key ^ _mixed(step))
@@ -41,9 +42,9 @@ def random_words(key: int, step: int, place: int, numel: int) -> torch.Tensor:
 
 
 def rounded_by_chance(moment: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """`moment` (fp32) in bf16, rounded up where its lower 16 bits and those of `random` (int64, below 2**16) carry.
+    """Return `moment` (fp32) in bf16, rounded up if its lower 16 bits and those of `random` (int64, below 2**16) carry.
 
-    A NaN stays a NaN, what bf16 can't hold may become infinite.
+    A NaN stays a NaN; a value too large for bf16 may become infinite.
     """
     bits = moment.view(torch.int32).to(torch.int64) + random
     rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
@@ -53,7 +54,7 @@ def rounded_by_chance(moment: torch.Tensor, random: torch.Tensor) -> torch.Tenso
 def round_moments(
     exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, key: int, step: int, place: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments (fp32, 1-D) of elements from number `place` on of a parameter, as they are kept after this step (bf16)."""
+    """Return both moments (fp32, 1-D) of elements from index `place` on, rounded to bf16 as this step keeps them."""
     words = random_words(key, step, place, exp_avg.numel())
     return rounded_by_chance(exp_avg, words & _16_BITS), rounded_by_chance(exp_avg_sq, words >> 16)
 

@@ -1,1 +1,1 @@
-"""What the ranks of a job tell each other: that one of them failed."""
+"""Communication between the ranks of a job about failures."""

@@ -1,4 +1,4 @@
-"""Ranks that fail together: an error on one is sent to all, so that none waits for it in a collective."""
+"""Collective error handling: an error on one rank is raised on all, so that no rank waits for it in a collective."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _T = TypeVar("_T")
 
 
 def from_all_ranks(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """What each rank of `group` (all there are where None) has passed, by rank. A collective."""
+    """Return the values passed by all ranks of `group` (None: all ranks), by rank. A collective."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def from_first_rank(value: _T) -> _T:
-    """What the first rank has passed. A collective of all ranks."""
+    """Return the value passed by the first rank. A collective of all ranks."""
     values = [value]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(values)
@@ -31,9 +31,10 @@ def from_first_rank(value: _T) -> _T:
 
 
 def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give each tensor the values that it has on the first rank; those on the meta device have none. A collective of all ranks.
+    """Give each tensor, except on the meta device, its values on the first rank. A collective of all ranks.
 
-    One after another is on `device`, from where it is sent. Memory that holds these values already is not written to.
+    One tensor at a time is on `device`, from which it is sent. Memory that already holds these values is not written
+    to.
     """
     for tensor in tensors if dist.get_world_size() > 1 else ():
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
@@ -47,10 +48,10 @@ def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around what all ranks of `group` (all there are where None) do, each for itself: calls of no collective.
+    """Run a block without collectives on all ranks of `group` (None: all ranks); if it fails on one, it fails on all.
 
-    A collective at its end. If the block raises on one rank, that rank's error propagates, and every other rank raises one
-    of the same kind, which names the rank and quotes it.
+    A collective at its end. If the block raises on a rank, that rank raises its own error. Every other rank raises one
+    of the same kind that names the rank and quotes it.
     """
     try:
         yield
@@ -63,12 +64,12 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 
 def first_of_ranks(value: _T | None, group: dist.ProcessGroup | None = None) -> _T | None:
-    """The value of the first rank of `group` (all ranks if None) that has one. A collective."""
+    """Return the value of the first rank of `group` (None: all ranks) that has one. A collective."""
     return next((other for other in from_all_ranks(value, group) if other is not None), None)
 
 
 def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
-    """Tell the others what failed here; the first thing that failed elsewhere."""
+    """Exchange errors: send this rank's, and return the first one, as this rank raises it."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     report = None if error is None else (dist.get_rank(), type(error).__name__, str(error))
@@ -77,7 +78,7 @@ def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Excep
 
 
 def restated(rank: int, kind: str, text: str) -> Exception:
-    """An error of that rank, as another one raises it."""
+    """Return another rank's error as this rank raises it."""
     error_type = getattr(errors, kind, None)
     if not (isinstance(error_type, type) and issubclass(error_type, InfinityError)):
         return InfinityError(f"rank {rank}: {kind}: {text}" if text else f"rank {rank} was ended by {kind}")

@@ -1,10 +1,10 @@
-"""The connections between the ranks' processes: what operations of gloo travel on, and what ends them when it ends.
+"""The connections between the ranks' processes: gloo's operations use them, and end when they are cut.
 
 [Note: What is a link]
-gloo has no way to end an operation that waits for a rank which won't come, but it ends by itself, with an error, when the
-connection to that rank ends. Which of a process's sockets are gloo's it doesn't say either. So all ranks tell each other, once,
-both ends of every TCP connection that they have: one of which another rank has the other half is between ranks. The store's
-connections are left out, as the ranks tell each other there why they end.
+gloo cannot cancel an operation that waits for a rank that will not come, but the operation fails when the connection to
+that rank ends. gloo does not say which sockets it uses either. So all ranks once exchange both ends of all their TCP
+connections. A connection whose other end belongs to another rank is a link. Connections of the store are excluded,
+because ranks use the store to report why they end.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch.distributed as dist
 from infinity.ranks.all_ranks import from_all_ranks
 
 End = tuple[str, int]
-"""Address and port."""
+"""Address and port of one end of a connection."""
 _MAPPED = "::ffff:"
 
 
 @dataclass(frozen=True)
 class PeerLink:
-    """A connection of this process, by its descriptor, to another rank's."""
+    """A connection of this process (by its descriptor) to another rank's process."""
 
     descriptor: int
     here: End
     there: End
 
     def cut(self) -> None:
-        """End it, at both ends. Nothing happens where it has ended already, whatever has its number now."""
+        """Shut it down at both ends. Does nothing if it has ended, even if its descriptor was reused."""
         with _connection(self.descriptor) as connection:
             if connection is not None and _ends_of(connection) == (self.here, self.there):
                 with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class PeerLink:
 
 
 def find_links(store: dist.Store) -> list[PeerLink]:
-    """This rank's links to all others, as far as they are connected now. A collective."""
+    """Return this rank's current links to all other ranks. A collective."""
     links = [link for link in _connections() if _port_of(store) not in (link.here[1], link.there[1])]
     ours = {(link.here, link.there) for link in links}
     others = set().union(*(ends for rank, ends in enumerate(from_all_ranks(ours)) if rank != dist.get_rank()))
@@ -50,7 +50,7 @@ def find_links(store: dist.Store) -> list[PeerLink]:
 
 
 def _port_of(store: dist.Store) -> int:
-    """Where a store is served by TCP; 0 for another."""
+    """Return the port of a store that is served by TCP, else 0."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, dist.TCPStore) else 0
@@ -65,7 +65,7 @@ def _connections() -> Iterator[PeerLink]:
 
 @contextlib.contextmanager
 def _connection(descriptor: int) -> Iterator[socket.socket | None]:
-    """The socket of that number, under another one; None where there is none."""
+    """Yield the socket of a descriptor, as a duplicate; None if it is no socket."""
     try:
         duplicate = os.dup(descriptor)
     except OSError:
@@ -82,11 +82,11 @@ def _connection(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def _ends_of(connection: socket.socket) -> tuple[End, End] | None:
-    """Of a TCP connection; None for any other socket."""
+    """Return both ends of a TCP connection; None for any other socket."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return None
     try:
         here, there = connection.getsockname(), connection.getpeername()
-    except OSError:  # it listens
+    except OSError:  # a listening socket
         return None
     return (here[0].removeprefix(_MAPPED), here[1]), (there[0].removeprefix(_MAPPED), there[1])

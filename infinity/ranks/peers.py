@@ -1,31 +1,33 @@
-"""The other ranks of a pass: an error that ends it on one ends it on all, in the same words, within seconds.
+"""The other ranks of a pass: an error that ends a pass on one rank ends it on all within seconds.
 
-Owned by the engine; training thread only, but for the watcher.
+Owned by the engine. Training thread only, except the watcher.
 
 [Note: How a pass fails on all ranks]
-A pass (forward, backward, step) is full of collectives. A rank on which an error ended it doesn't come to the rest, and the
-others would wait for it until the process group's timeout. So it tells its error through the group's store, which is no
-collective, and:
+A pass (forward, backward, step) is full of collectives. A rank that fails does not reach the remaining ones, and the
+others would wait for it until the process group's timeout. So it reports its error through the group's store, which
+needs no collective, and:
 
-  1. It waits a little whether all others tell of one in the same pass, after the same number of collectives, and stand where
-     it stands: at the same step, with gradients and values in the same state. An error that came everywhere leaves no rank
-     waiting: each raises its own, and the program may go on.
-  2. Else the ranks have parted. The first to know notes its error as the cause, and ends its operations: gloo's by cutting the
-     links (infinity/ranks/links.py), NCCL's by `ProcessGroup.abort`. Who waits for it gets an error then, finds the cause,
-     ends its own operations, so that those who wait for it go on, too, and raises the cause's words. Where operations run on a
-     GPU nothing reaches the host by itself: there the watcher, a thread, looks for the cause once a second.
+  1. It waits briefly for all others to report an error in the same pass, after the same number of collectives and in
+     the same state: at the same step, with gradients and values alike. If all do, no rank is waiting: each raises its
+     own error, and the program may continue.
+  2. Otherwise the ranks have parted. The first to find out records its error as the cause and ends its operations:
+     gloo's by cutting the links (infinity/ranks/links.py), NCCL's by `ProcessGroup.abort`. A rank that waits for it
+     gets an error, finds the cause, ends its own operations so that ranks waiting for it continue too, and raises the
+     cause's message. Operations on a GPU report no error to the host, so there the watcher, a thread, looks for the
+     cause once a second.
 
-Ranks that have parted may be at different places of the program, in operations that don't match: none of them may run another
-pass, or commit. At one rank nothing of this happens.
+Parted ranks may be at different places of the program, in operations that do not match: none may run another pass, or
+commit. With one rank nothing of this happens.
 
 [Note: Ranks in different passes]
-An exception that one rank catches between two passes reaches none of the above. That rank goes on elsewhere, begins a step anew
-perhaps, and its operations meet those of another pass on the others: they wait for ever, or exchange the wrong bytes. So each
-rank names its pass in the store as it enters it ("a backward of step 3.1"), and looks at the names of the others, before the
-first operation. A pass is right only if the ranks that gather parameters together have the same name for the pass of that
-number. Of two ranks that go different ways, the one whose name comes second sees it, and begins no operation; so none meets
-that of another pass, in which gloo may end the whole process. The names are looked at again when the pass ends, before its
-results are used, and by the watcher while one takes long. It costs four small requests a pass and no collective.
+If one rank catches an exception between two passes, no error is reported. That rank continues elsewhere, perhaps by
+repeating a step, and its operations would meet those of another pass on the others: they would wait for ever, or
+exchange wrong bytes. So each rank writes the name of its pass to the store on entry ("a backward of step 3.1"), and
+reads the names of the others, before the first operation. A pass is right only if the ranks that gather parameters
+together have the same name for the pass of that number. Of two ranks that differ, the second to write its name sees it
+and begins no operation. So no operation meets one of another pass, which in gloo may end the whole process. The names
+are compared again when the pass ends, before its results are used, and by the watcher during a long pass. This costs
+four small requests per pass and no collective.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ from infinity.ranks.links import PeerLink, find_links
 log = logging.getLogger("infinity")
 
 GRACE_SECONDS = 5.0
-"""How long an error of one rank waits for those of the others."""
+"""Time that an error of one rank waits for errors of the others."""
 _WAIT_SECONDS = 0.02
 _LOOK_SECONDS = 1.0
 _NAMES_KEPT = 4
-"""Of how many passes the store keeps the name; ranks are at most one apart where passes have operations."""
+"""Number of passes whose name the store keeps; ranks are at most one apart if passes have operations."""
 _NOBODY = -1
-"""The rank of a cause that is not one rank's error."""
+"""Rank of a cause that is not one rank's error."""
 _numbers = itertools.count()
-"""Of the engines of this process: alike on all ranks, which make the same ones in the same order."""
+"""Numbers of this process's engines; equal on all ranks, which make the same engines in the same order."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What ended a pass on a rank, how many operations each of its groups had begun by then, and where the rank stands."""
+    """An error that ended a pass on a rank, the number of operations begun per process group, and the rank's state."""
 
     rank: int
     kind: str
@@ -72,7 +74,7 @@ class _Report:
     standing: list[str]
 
     def as_error(self) -> Exception:
-        """As another rank raises it."""
+        """Return it as another rank raises it."""
         return InfinityError(self.text) if self.rank == _NOBODY else restated(self.rank, self.kind, self.text)
 
     def to_json(self) -> str:
@@ -85,7 +87,7 @@ class _Report:
 
 @dataclass(eq=False)
 class _Pass:
-    """One that is going on. `number` is 0 until its name is in the store; `entered`: when that was (monotonic seconds)."""
+    """A running pass. `number` is 0 until its name is in the store; `entered` is that time (monotonic seconds)."""
 
     name: str = ""
     number: int = 0
@@ -93,11 +95,11 @@ class _Pass:
 
 
 class Peers:
-    """This rank among those that train one model. Made by all ranks at once: a collective.
+    """This rank among the ranks that train one model. Construction is a collective.
 
     Args:
-        groups: the process groups whose operations passes run, that of all ranks first.
-        gathering: the ranks that gather parameters together, this one among them, and so run the same passes.
+        groups: the process groups whose operations passes run; the group of all ranks first.
+        gathering: the ranks that gather parameters together, including this one, and so run the same passes.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], gathering: Iterable[int]) -> None:
@@ -108,9 +110,9 @@ class Peers:
         self._name = f"infinity/peers/{next(_numbers)}"
         self._passes = 0
         self._pass: Callable[[], _Pass | None] = lambda: None
-        """Gives the pass that is going on, None where none is."""
+        """Returns the running pass, or None."""
         self._cause: _Report | None = None
-        """What ended the work of the ranks together; None while they do."""
+        """Reason why the ranks have parted; None if they have not."""
         self._links: list[PeerLink] = []
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -125,44 +127,44 @@ class Peers:
         self._watcher.start()
 
     def check(self) -> None:
-        """Raise InfinityError where the ranks have parted."""
+        """Raise InfinityError if the ranks have parted."""
         if self._cause is not None:
             where = "" if self._cause.rank == _NOBODY else f" on rank {self._cause.rank}"
             raise InfinityError(
-                f"the ranks have parted, as a pass failed{where} ({self._cause.kind}: {self._cause.text}): end all of them and "
-                "start again, from what was committed (resume=True) or from a checkpoint"
+                f"the ranks have parted, because a pass failed{where} ({self._cause.kind}: {self._cause.text}): end "
+                "all ranks and restart, from the last commit (resume=True) or from a checkpoint"
             )
 
     @property
     def parted(self) -> bool:
-        """Whether the ranks can't do anything together any more."""
+        """True if the ranks can no longer run collectives together."""
         return self._cause is not None
 
     def hear(self) -> None:
-        """For who waits for the others otherwise than in an operation: raise what ended a pass on one of them."""
+        """Raise the error that ended a pass on another rank, if any; for waits outside an operation."""
         cause = None if self._alone else self._known_cause()
         if cause is not None:
             raise cause.as_error()
 
     @contextlib.contextmanager
     def in_pass(self, pass_name: str, standing: Callable[[], Iterable[str]], *, last: bool = False) -> Iterator[None]:
-        """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
+        """Run what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
-        `pass_name`: "a forward". `standing`: says where this rank stands, its step first; ranks that stand elsewhere after an
-        error have parted. `last`: no pass follows, so that the rank that serves the store may have left. Where the pass fails
-        on another rank, raises an error of the same kind, which names the rank and quotes it; InfinityError where another rank
-        is in another pass.
+        `pass_name`: such as "a forward". `standing`: returns this rank's state, its step first; ranks with another
+        state after an error have parted. `last`: no pass follows, so the rank that serves the store may have left. If
+        the pass fails on another rank, raises an error of the same kind that names the rank and quotes it;
+        InfinityError if another rank is in another pass.
         """
         if not self._alone and os.getpid() != self._pid:
             raise InfinityError(
-                f"{pass_name} in a process that was forked (a data loader's worker, say) from rank {dist.get_rank()}, whose "
-                "connections to the other ranks it would use: compute in that rank itself (num_workers=0)"
+                f"{pass_name} runs in a process forked from rank {dist.get_rank()} (such as a data loader's worker) "
+                "and would use that rank's connections: compute in the rank itself (num_workers=0)"
             )
         if self._alone or self._pass() is not None:
             yield
             return
         had_parted = self.parted
-        running = _Pass()  # goes with this frame, at whatever line an exception ends it
+        running = _Pass()  # dropped with this frame, wherever an exception ends it
         try:
             self._pass = weakref.ref(running)
             self.check()
@@ -178,13 +180,13 @@ class Peers:
             raise
         finally:
             self._pass = lambda: None
-        if self._cause is not None:  # operations that were aborted end as if they had been done
+        if self._cause is not None:  # aborted operations end as if they had succeeded
             raise self._cause.as_error()
 
     def leave(self, pass_name: str, standing: Callable[[], Iterable[str]]) -> None:
-        """Tell the others that this rank runs no more passes, as `pass_name` says ("a close after an error"); no collective.
+        """Report that this rank runs no more passes, as `pass_name` ("a close after an error"). No collective.
 
-        Ranks that wait for it in a pass are ended, as by one in another pass.
+        Ranks that wait for it in a pass fail, as if it were in another pass.
         """
         if self._others and not self.parted:
             self._passes += 1
@@ -192,14 +194,14 @@ class Peers:
                 self._tell_name(_Pass(), f"{pass_name} of {next(iter(standing()))}")
 
     def close(self) -> None:
-        """Idempotent; no collective."""
+        """Stop the watcher. Idempotent; no collective."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
             self._watcher = None
 
     def _fail(self, error: BaseException, standing: list[str], running: _Pass) -> None:
-        """The pass has failed here. Returns where this rank's own error is to be raised; raises that of another rank."""
+        """Handle a failed pass: return if this rank is to raise its own error, else raise that of another rank."""
         report = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
         try:
             cause = self._known_cause()
@@ -208,12 +210,12 @@ class Peers:
             if cause is None and self._all_failed_alike(report):
                 return
             cause = cause or self._settled_cause(report)
-        except (RuntimeError, OSError, ValueError) as gone:  # the store has ended with the rank that served it
-            log.warning("the ranks can't be told of an error, nor ask for theirs (%s)", gone)
+        except (RuntimeError, OSError, ValueError) as gone:  # the store ended with the rank that served it
+            log.warning("this rank can't exchange errors with the others, because the store is gone (%s)", gone)
             cause = report
         self._cause = cause
         self._end_operations()
-        with _while_the_store_lasts():  # it may end with this process, so all ranks are to know the cause before
+        with _while_the_store_lasts():  # the store may end with this process, so all ranks must read the cause first
             self._exchange("heard", "")
         consequence = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
         if cause.rank != report.rank and consequence:
@@ -226,7 +228,7 @@ class Peers:
             running.number = self._passes
 
     def _check_names(self, running: _Pass) -> None:
-        """Raise InfinityError where another rank is, or was, in another pass of the same number."""
+        """Raise InfinityError if another rank is, or was, in another pass of the same number."""
         parted = None
         if running.number:
             with _while_the_store_lasts():
@@ -236,15 +238,15 @@ class Peers:
             raise InfinityError(parted.text)
 
     def _parted_ways(self, running: _Pass) -> _Report | None:
-        """The report of ranks that are in different passes of this one's number; None where they agree, as far as they came."""
+        """Return a report if a rank's pass of this number has another name; None if all names written so far agree."""
         keys = {rank: self._name_key(rank, running.number) for rank in self._others}
         there = {rank: key for rank, key in keys.items() if running.number > _NAMES_KEPT or self._store.check([key])}
         for rank, stored in zip(there, self._store.multi_get([*there.values()]) if there else (), strict=True):
             number, _, name = stored.decode().partition(" ")
             if int(number) == running.number and name != running.name:
                 text = (
-                    f"the ranks are in different passes: rank {dist.get_rank()} in {running.name}, rank {rank} in {name}; "
-                    "perhaps one of them caught an exception that the other never had"
+                    f"the ranks are in different passes: rank {dist.get_rank()} in {running.name}, rank {rank} in "
+                    f"{name}; one of them may have caught an exception that the other never had"
                 )
                 return _Report(_NOBODY, InfinityError.__name__, text, [], [])
         return None
@@ -253,7 +255,7 @@ class Peers:
         return f"{self._name}/pass {number % _NAMES_KEPT}/{rank}"
 
     def _settled_cause(self, report: _Report) -> _Report:
-        """What ended the work of the ranks together: this, or what was known before."""
+        """Record `report` as the cause unless there is one, and return the cause."""
         return _Report.of(self._store.compare_set(f"{self._name}/cause", "", report.to_json()))
 
     def _known_cause(self) -> _Report | None:
@@ -261,7 +263,7 @@ class Peers:
         return _Report.of(self._store.get(key)) if self._store.check([key]) else None
 
     def _all_failed_alike(self, report: _Report) -> bool:
-        """Whether an error ended this pass on all ranks after the same operations, which is waited for a little."""
+        """Wait briefly, and return True if an error ended this pass on all ranks after the same operations."""
         stored = self._exchange(str(self._passes), report.to_json())
         if stored is None:
             return False
@@ -269,7 +271,7 @@ class Peers:
         return all(other.operations == report.operations and other.standing == report.standing for other in others)
 
     def _exchange(self, about: str, value: str) -> list[bytes] | None:
-        """The values that all ranks give here, by rank; None if some don't come soon."""
+        """Return the values that all ranks give for `about`, by rank; None if some do not come in time."""
         keys = [f"{self._name}/{about}/{rank}" for rank in range(dist.get_world_size())]
         self._store.set(keys[dist.get_rank()], value)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -287,14 +289,14 @@ class Peers:
             link.cut()
         for group in self._groups:
             if _can_abort(group):
-                with contextlib.suppress(RuntimeError):  # it has ended already
+                with contextlib.suppress(RuntimeError):  # already ended
                     group.abort()
 
     def look(self) -> bool:
-        """For the watcher: end this rank's operations if the ranks have parted. Whether there is nothing more to look for."""
+        """For the watcher: end this rank's operations if the ranks have parted. Returns True when done."""
         running = self._pass()
         seen = replace(running) if running is not None else _Pass()
-        running = None  # it goes with the frame that runs it
+        running = None  # a reference would keep it alive beyond its frame
         try:
             cause = self._known_cause()
             if cause is None and seen.number:
@@ -311,7 +313,7 @@ class Peers:
 
 
 def _watch(peers: weakref.ref[Peers], closing: threading.Event) -> None:
-    """The watcher, until `close`, or until the peers are gone."""
+    """Run the watcher until `close`, or until the peers are gone."""
     while not closing.wait(_LOOK_SECONDS):
         watched = peers()
         if watched is None or watched.look():
@@ -320,11 +322,13 @@ def _watch(peers: weakref.ref[Peers], closing: threading.Event) -> None:
 
 
 def _while_the_store_lasts() -> contextlib.AbstractContextManager[None]:
-    """Around what needs the store only while the ranks go on together. It ends with the rank that serves it, which may be the
-    first to close: that fails no pass whose operations are done, and one whose are not fails by them."""
+    """Ignore errors of the store, which ends with the rank that serves it and may close first.
+
+    That fails no pass whose operations are done; a pass with unfinished operations fails by them.
+    """
     return contextlib.suppress(RuntimeError, OSError)
 
 
 def _can_abort(group: dist.ProcessGroup) -> bool:
-    """Whether operations of the group that wait are ended by `abort`; gloo's are not."""
+    """Return True if `abort` ends waiting operations of the group; gloo's does not."""
     return "nccl" in str(dist.get_backend_config(group))

@@ -1,9 +1,9 @@
-"""The process group: the one that is there, torchrun's, or one of a single rank. Any thread.
+"""The process group: an existing one, torchrun's, or one of a single rank. Any thread.
 
 [Note: A group after a group]
-Ranks meet at a store that outlives the group they make: torchrun's. A second group that used the same keys would read the
-addresses of the first, whose sockets are closed, and wait for ever. So each group of ours has a prefix of its own, numbered
-alike on all ranks because all of them make the same groups in the same order.
+Ranks meet at torchrun's store, which outlives their group. A second group with the same keys would read the addresses
+of the first group's closed sockets, and wait for ever. So each group made here has its own prefix. Its number is equal
+on all ranks, because all ranks make the same groups in the same order.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from infinity.errors import InfinityError
 
 _TIMEOUT = timedelta(minutes=30)
 _CONNECT_SECONDS_MAX = 20.0
-"""To reach the store of a launcher, which serves it before it starts the ranks."""
+"""Time to reach a launcher's store, which the launcher serves before it starts the ranks."""
 _numbers = itertools.count()
 _lock = threading.Lock()
 _group: dist.ProcessGroup | None = None
-"""The one that was made here."""
+"""The group that was made here, if any."""
 _users = 0
-"""How many use it; the last one closes it."""
+"""Number of its users; the last one closes it."""
 
 
 def ensure_process_group() -> Callable[[], None]:
-    """Make a process group where there is none. Returns a function to be called once after use, which closes the group
-    after the last user, but never one of the caller's own.
+    """Make a process group if there is none.
 
-    A collective where RANK and WORLD_SIZE are set, as torchrun does; else a group of this rank alone.
+    Returns a function to call once after use: it closes the group after its last user, but never a group of the
+    caller's.
+
+    A collective if RANK and WORLD_SIZE are set, as by torchrun; else the group has this rank only.
     """
     global _group, _users
     with _lock:
@@ -55,7 +57,7 @@ def _leave(group: dist.ProcessGroup) -> None:
     global _group, _users
     with _lock:
         if group is not _group:
-            return  # the caller has closed it, and others have made another one
+            return  # the caller has closed it and made another one
         _users -= 1
         if _users == 0:
             _group = None
@@ -88,16 +90,17 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make a process group where there is none, as `initialize` would; it stays until the process ends.
+    """Make a process group if there is none, as `initialize` would; it stays until the process ends.
 
-    All arguments are accepted for compatibility: rank and number of ranks come from the environment, as torchrun sets it.
+    All arguments are accepted for compatibility: rank and number of ranks come from the environment, as set by
+    torchrun.
     """
     ensure_process_group()
 
 
 @functools.cache
 def _meeting_point(address: str, port: str, rank: int, ranks: int) -> dist.Store:
-    """The store of the ranks that the environment names. Kept: where rank 0 serves it, it can't be served twice."""
+    """Return the store of the ranks in the environment. Cached, because rank 0 cannot serve it twice."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _check_launcher(address, port)
     store: dist.Store
@@ -106,7 +109,7 @@ def _meeting_point(address: str, port: str, rank: int, ranks: int) -> dist.Store
 
 
 def _check_launcher(address: str, port: str) -> None:
-    """Raise InfinityError where the launcher that started this rank is gone, for which torch would wait as for a slow one."""
+    """Raise InfinityError if the launcher of this rank is gone; torch would wait for it as for a slow one."""
     deadline = time.monotonic() + _CONNECT_SECONDS_MAX
     while True:
         try:
@@ -115,6 +118,7 @@ def _check_launcher(address: str, port: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InfinityError(
-                    f"the launcher of this rank doesn't answer at {address}:{port} ({error}): it has ended; start the run again"
+                    f"the launcher of this rank does not answer at {address}:{port} ({error}) and has ended: restart "
+                    "the run"
                 ) from None
         time.sleep(0.5)

@@ -171,7 +171,7 @@ def test_failure_gives_everything_back(drive_test: DriveTest, nvme_path: Path) -
 
 
 def test_file_that_is_too_small_or_too_large_is_refused(nvme_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"16\.00 MiB or more"):
+    with pytest.raises(ValueError, match=r"at least 16\.00 MiB"):
         DriveTest(nvme_path, nbytes=MIB)
     with pytest.raises(StoreError, match=r"the test file: .* are needed"):
         DriveTest(nvme_path, nbytes=1 << 60)

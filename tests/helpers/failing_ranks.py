@@ -98,7 +98,7 @@ def transfers(folder: Path) -> None:
     print(f"rank {rank}: {words}", flush=True)
     Stager.acquire = acquire
     assert "no read today" in words, words
-    assert "the ranks have parted, as a pass failed on rank 1" in error_of(step, engine)
+    assert "the ranks have parted, because a pass failed on rank 1" in error_of(step, engine)
     assert "the ranks have parted" in error_of(engine.commit)
     engine.close()  # and the process group, which is its own
     with make(folder, case, resume="must") as engine:

@@ -264,10 +264,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="must begin with a block"):
         kernel.update(SETTINGS, step=1, grad_scale=1.0, pieces=[GradPiece(64, grad)], **state.moments, **state.master)
     scales = state.moments.pop("scales")
-    with pytest.raises(ValueError, match="scales are for moments in 8 bits"):
+    with pytest.raises(ValueError, match="scales must be given for 8-bit moments"):
         state.step([torch.ones(512)], 1)
     with pytest.raises(ValueError, match="the scales must be 4 elements"):
         state.step([torch.ones(512)], 1, scales=scales[:3])
     floats = {name: torch.zeros(512) for name in MOMENTS}
-    with pytest.raises(ValueError, match="scales are for moments in 8 bits"):
+    with pytest.raises(ValueError, match="scales must be given for 8-bit moments"):
         kernel.update(SETTINGS, step=1, grad_scale=1.0, pieces=[], **floats, scales=scales, master=torch.zeros(512))

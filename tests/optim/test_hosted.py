@@ -88,11 +88,11 @@ def _decays_matrices(p: torch.Tensor, state: dict[str, Any], group: dict[str, An
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        (_counts_in_its_group, "keeps numbers for a whole parameter group"),
-        (_keeps_half, "'half' is no fp32 number"),
-        (_keeps_a_list, "'history' is no fp32 number"),
-        (_draws, "does not update each element by itself"),
-        (_decays_matrices, "does not update each element by itself"),
+        (_counts_in_its_group, "keeps state for a whole parameter group"),
+        (_keeps_half, "'half' is not one fp32 number"),
+        (_keeps_a_list, "'history' is not one fp32 number"),
+        (_draws, "does not update each element independently"),
+        (_decays_matrices, "does not update each element independently"),
     ],
 )
 def test_what_can_not_be_cut_is_refused_with_the_reason(how: Any, why: str) -> None:

@@ -180,5 +180,5 @@ def test_what_is_no_number_stays_none(instructions: str) -> None:
 def test_moments_of_two_dtypes_are_refused() -> None:
     state = State(64, "full")
     state.moments["exp_avg"] = state.moments["exp_avg"].float()
-    with pytest.raises(ValueError, match="both moments have one dtype"):
+    with pytest.raises(ValueError, match="both moments must have one dtype"):
         state.step([], 1)

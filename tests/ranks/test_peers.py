@@ -112,7 +112,7 @@ def test_operations_on_a_gpu_are_aborted_by_a_thread_that_hears_of_the_cause(mon
     with pytest.raises(infinity.StoreError, match="rank 1: the drive is full"):
         wait_for_the_abort(ours, group, cause)
     with (
-        pytest.raises(infinity.InfinityError, match="the ranks have parted, as a pass failed on rank 1"),
+        pytest.raises(infinity.InfinityError, match="the ranks have parted, because a pass failed on rank 1"),
         ours.in_pass("a forward", standing),
     ):
         pass

@@ -45,6 +45,6 @@ def test_a_rank_without_its_launcher_ends_soon(monkeypatch: pytest.MonkeyPatch) 
     for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process_group, "_CONNECT_SECONDS_MAX", 0.1)
-    with pytest.raises(InfinityError, match=f"launcher of this rank doesn't answer at 127.0.0.1:{port}"):
+    with pytest.raises(InfinityError, match=f"launcher of this rank does not answer at 127.0.0.1:{port}"):
         ensure_process_group()
     assert not dist.is_initialized()

@@ -159,8 +159,8 @@ CAN_NOT: dict[str, Callable[[Any], Optimizer]] = {
 }
 REFUSED = [
     ("LBFGS", r"a step of it failed \(TypeError"),
-    ("Adafactor", "'row_var' is no fp32 number per element"),
-    ("of one's own", "does not update each element by itself"),
+    ("Adafactor", "'row_var' is not one fp32 number per element"),
+    ("of one's own", "does not update each element independently"),
     ("Muon", r'set "optimizer": \{"type": "Muon"\} in the config'),
 ]
 
@@ -399,7 +399,7 @@ def test_muon_refuses_at_once_what_torch_refuses_in_a_step(make: Any, wrong: dic
 def test_muon_takes_matrices_only(nvme_path: Path) -> None:
     trained = model()
     groups = [{"params": [p for p in trained.parameters() if p.ndim == 1], "use_muon": True}]
-    with pytest.raises(infinity.ConfigError, match=r"Muon updates matrices, and got a parameter of shape \(64,\)"):
+    with pytest.raises(infinity.ConfigError, match=r"Muon updates only matrices, got a parameter of shape \(64,\)"):
         infinity.initialize(
             model=trained, model_parameters=groups, config=config(nvme_path, optimizer={"type": "Muon", "params": {}})
         )
