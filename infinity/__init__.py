@@ -1,7 +1,7 @@
 """infinity: train models larger than the machine's memory, with parameters and optimizer state on NVMe.
 
-The names below are loaded when they are first used, so that `import infinity` alone, and with it every command's --help,
-doesn't wait for torch. Those of `import deepspeed` that scripts use are among them: `import infinity as deepspeed`.
+The names below are loaded on first use, so that `import infinity` and every command's --help do not wait for torch.
+They include the names of `import deepspeed` that scripts use: `import infinity as deepspeed`.
 """
 
 from importlib import import_module
@@ -129,8 +129,8 @@ def __getattr__(name: str) -> object:
     real_name = _ALIASES.get(name, name)
     if name in _OF_ANOTHER_INFINITY:
         raise ImportError(
-            f"{name!r} is of the distribution `infinity`, and this is infinity-offload, which hides it: `import infinity` "
-            "can lead to one of them alone; use an environment of its own for each",
+            f"{name!r} belongs to the distribution `infinity`, which infinity-offload hides: `import infinity` can "
+            "load only one of them; use a separate environment for each",
             name="infinity",
         )
     if real_name not in _HOME:

@@ -1,4 +1,4 @@
-"""`python -m infinity`: which infinity this is, where it lies, and what it runs with. Loads no torch."""
+"""`python -m infinity`: prints infinity's version, its folder and its surroundings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from infinity.torch_versions import TESTED, why_too_old, why_untested
 DISTRIBUTION = "infinity-offload"
 
 _COMMANDS = {
-    "infinity-bench doctor PATH": "checks machine, limits, drive and GPU, and says what to do",
-    "infinity-bench plan --params 7B": "which model fits which machine, and how fast it trains",
+    "infinity-bench doctor PATH": "checks machine, limits, drive and GPU, and suggests fixes",
+    "infinity-bench plan --params 7B": "predicts which model fits which machine, and its speed",
     "infinity-bench sweep PATH": "measures a drive and saves its best settings",
-    "infinity-bench step PATH": "times training steps beside plain PyTorch and the drive",
+    "infinity-bench step PATH": "times training steps against plain PyTorch and the drive",
     "infinity-run --hostfile FILE ...": "trains on the hosts of a hostfile, or on this machine",
-    "infinity-ckpt": "looks into checkpoints, verifies, converts and imports them",
+    "infinity-ckpt": "inspects, verifies, converts and imports checkpoints",
 }
 
 
@@ -35,10 +35,10 @@ def _versions() -> list[tuple[str, str]]:
     return [
         ("infinity", f"{infinity.__version__}, in {Path(infinity.__file__).parent}"),
         (f"distribution {DISTRIBUTION}", installed or "not installed: this is a checkout"),
-        *[("also called infinity", f"{name}, which can't be imported beside it") for name in _others()],
+        *[("also called infinity", f"{name}, which can't be used in the same environment") for name in _others()],
         ("Python", f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"),
         ("torch", _said_of(torch) if torch else "not installed"),
-        ("I/O backends that work here", ", ".join(usable)),
+        ("I/O backends usable here", ", ".join(usable)),
     ]
 
 
@@ -50,7 +50,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _others() -> list[str]:
-    """Other distributions whose `import infinity` this one hides."""
+    """Return other distributions whose `import infinity` this one hides."""
     return sorted({*importlib.metadata.packages_distributions().get("infinity", ())} - {DISTRIBUTION})
 
 
@@ -58,7 +58,7 @@ def _said_of(torch: str) -> str:
     if why_too_old(torch):
         return f"{torch}, which is too old: infinity needs {TESTED}"
     if why_untested(torch):
-        return f"{torch}, newer than those tested ({TESTED})"
+        return f"{torch}, newer than the tested versions ({TESTED})"
     return f"{torch} (tested: {TESTED})"
 
 

@@ -1,4 +1,4 @@
-"""Every error infinity raises on purpose: each says what failed, where, and the next move."""
+"""All errors that infinity raises on purpose: each says what failed, on what, and what to do."""
 
 from __future__ import annotations
 
@@ -8,45 +8,44 @@ from collections.abc import Iterator
 _LINE_MAX = 400
 
 IN_CHILD = (
-    "this process was forked (a data loader's worker, say) from the one whose pinned memory holds the model, and has none of "
-    "that memory: compute with the model in the parent (num_workers=0), or give the child plain copies of what it needs"
+    "this process was forked (as a data loader's worker is) from the process whose pinned memory holds the model, and "
+    "can't use that memory: run the model in the parent process (num_workers=0), or pass plain copies to the child"
 )
-"""Where a forked child would use pinned memory, or what is read through it."""
+"""Message for a forked child that would use pinned memory, or bytes read through it."""
 
 
 def in_words(error: BaseException) -> str:
-    """What it says, or what it is where it says nothing, as KeyboardInterrupt does."""
+    """Return the error's message, or its class name if it has none, as KeyboardInterrupt."""
     return str(error) or type(error).__name__
 
 
 class InfinityError(Exception):
-    """Base of all errors raised on purpose by infinity."""
+    """Base class of all errors that infinity raises on purpose."""
 
 
 class ConfigError(InfinityError, ValueError):
-    """The training config holds an unknown key, a value out of range, or a combination that can't work."""
+    """The training config has an unknown key, a value out of range, or an impossible combination."""
 
 
 class BudgetError(InfinityError, MemoryError):
-    """A memory budget can't hold what must be in it at once; the message names the number that would do."""
+    """A memory budget is too small for all that must be in it at once; the message names a sufficient number."""
 
 
 class StoreError(InfinityError, OSError):
-    """The place where bytes rest can't be used: missing, not writable, too small."""
+    """A place for stored bytes cannot be used: missing, not writable, or too small."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 class CheckpointError(InfinityError, RuntimeError):
-    """A checkpoint can't be written, or doesn't belong to this model."""
+    """A checkpoint cannot be written, or does not belong to this model."""
 
 
 class IoError(InfinityError, OSError):
-    """One transfer failed.
+    """A transfer failed.
 
-    Attributes: `errno` and `strerror` as in OSError; `operation` ("read" or "write"), `path`, `offset` and `length`
-    (bytes) of the transfer, and `backend` that ran it.
+    Attributes: those of OSError; `operation` ("read" or "write"), `path`, `offset`, `length` (bytes) and `backend`.
     """
 
     def __init__(
@@ -70,17 +69,17 @@ class IoError(InfinityError, OSError):
         return str(self.strerror)
 
     def concerning(self, name: str) -> None:
-        """From now on the message begins with the `name` of what was moved, in the words of a floor above."""
+        """Prefix the message with `name`, the caller's name of the bytes."""
         self.strerror = f"{name}: {self.strerror}"
         self.args = (self.errno, self.strerror)
 
 
 class IntegrityError(IoError):
-    """A read found something else on the drive than was written there; `errno` is EBADMSG. Nobody uses the bytes.
+    """A read found other bytes than were written; `errno` is EBADMSG. The bytes are not used.
 
-    Attributes: those of IoError, and `page_offset`, where in the file the first wrong page of 4 KiB begins (bytes). Of what is
-    read out of an arena, too: `extent_offset` and `extent_bytes`, the extent that the page lies in, and `generation`, how often
-    this process had written to it, 0 where it must hold what an earlier process has committed. -1: not known.
+    Attributes: those of IoError; `page_offset`, the offset in the file (bytes) of the first wrong 4 KiB page. For bytes
+    of an arena also: `extent_offset` and `extent_bytes`, the page's extent; `generation`, the number of writes of this
+    process to it, 0 if it holds a commit of an earlier process. Unknown values are -1.
     """
 
     page_offset = -1
@@ -89,7 +88,7 @@ class IntegrityError(IoError):
     generation = -1
 
     def in_extent(self, name: str, offset: int, nbytes: int, generation: int) -> None:
-        """As `concerning`, of what lies in an extent of an arena (bytes) in this generation."""
+        """As `concerning`, for bytes in an extent of an arena (bytes) in this generation."""
         self.extent_offset, self.extent_bytes, self.generation = offset, nbytes, generation
         self.concerning(
             f"{name}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena"
@@ -97,23 +96,23 @@ class IntegrityError(IoError):
 
 
 def printable(text: str) -> str:
-    """What others wrote, as one line that a terminal only shows."""
+    """Return untrusted text as one line that is safe to show on a terminal."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_LINE_MAX])
     return line if len(text) <= _LINE_MAX else f"{line}..."
 
 
 @contextlib.contextmanager
 def parsing(problem: str, advice: str) -> Iterator[None]:
-    """Around looking into what others wrote, which may raise anything: it becomes a CheckpointError of one line.
+    """Raise any error of the block as a CheckpointError of one line; for parsing untrusted files.
 
-    Our own errors stay as they are.
+    InfinityErrors stay as they are.
 
-    problem: the file and what is the matter with it, such as "FILE is damaged". advice: what to do.
+    problem: the file and its problem, such as "FILE is damaged". advice: what to do.
     """
     try:
         yield
     except InfinityError:
         raise
     except Exception as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else in_words(error)
+        why = f"{error} is missing" if isinstance(error, KeyError) else in_words(error)
         raise CheckpointError(f"{problem} ({printable(why)}): {advice}") from None

@@ -1,4 +1,4 @@
-"""Packages that only some of infinity needs: what is said when one is missing, and how to install it. Any thread."""
+"""Optional packages: the error if one is missing, and how to install it. Any thread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from infinity.errors import InfinityError
 
 
 class MissingPackageError(InfinityError, ImportError):
-    """A package that infinity doesn't depend on, but what was asked of it does, isn't installed."""
+    """A requested feature needs an optional package that is not installed."""
 
 
 @contextlib.contextmanager
 def needs(*extras: str) -> Iterator[None]:
-    """Around the import of the packages of these extras (of pyproject.toml). Raises MissingPackageError."""
+    """Import packages of these extras (in pyproject.toml) inside the block. Raises MissingPackageError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -25,7 +25,7 @@ def needs(*extras: str) -> Iterator[None]:
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that installs what these extras stand for. It needs no index that has infinity, and no clone."""
+    """Return the command that installs the packages of these extras; it needs no index with infinity, no clone."""
     try:
         required = importlib.metadata.requires("infinity-offload") or []
     except importlib.metadata.PackageNotFoundError:  # a clone on PYTHONPATH

@@ -1,6 +1,6 @@
-"""The memory that may still be taken here: what the kernel has available, and what control groups leave of it.
+"""Memory that this process may still take: available to the kernel, and allowed by control groups.
 
-Read from /proc and /sys, of which `root` is the folder. What the kernel does not say is None.
+Read from /proc and /sys below `root`. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from infinity.kernel_files import number_of, text_of
 
 _ROOT = Path("/")
 _NO_LIMIT_BYTES = 1 << 60
-"""Control groups of version 1 write a number about this large where there is no limit."""
+"""Limit that control groups of version 1 show, approximately, if there is none."""
 
 
 @dataclass(frozen=True)
 class GroupLimit:
     """The limit of one control group (v1 or v2) around this process.
 
-    used_bytes: what counts against it now, page cache included; None where nobody says. reclaimable_bytes: the part of that
-    which the kernel takes back where memory is asked for: the page cache and what it keeps of file names.
+    used_bytes: bytes charged to it now, page cache included; None if unknown. reclaimable_bytes: the part that the
+    kernel reclaims on demand: page cache, and cached file names.
     """
 
     limit_bytes: int
@@ -31,14 +31,13 @@ class GroupLimit:
 
     @property
     def left_bytes(self) -> int:
-        """What processes in it may still take."""
+        """Bytes that its processes may still take."""
         return max(0, self.limit_bytes - max(0, (self.used_bytes or 0) - self.reclaimable_bytes))
 
 
 @dataclass(frozen=True)
 class _Version:
-    """How one version of control groups names what it says. From `limits` on, the kernel takes memory back or slows down who
-    asks for more, or ends it: neither is a place to be."""
+    """Names of one version of control groups. From `limits` on, the kernel reclaims memory, slows or ends a process."""
 
     limits: tuple[str, ...]
     used: str
@@ -52,14 +51,14 @@ _VERSIONS = {
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Memory that this process may still take (bytes): of the machine, and in every control group around it."""
+    """Return the memory (bytes) that this process may still take, by machine and control groups."""
     machine = machine_memory(root).get("MemAvailable")
     rooms = [limit.left_bytes for limit in control_group_limits(root)]
     return min([*rooms, *([machine] if machine is not None else [])], default=None)
 
 
 def machine_memory(root: Path = _ROOT) -> dict[str, int]:
-    """The lines of /proc/meminfo that are sizes, in bytes."""
+    """Return the sizes in /proc/meminfo, in bytes."""
     sizes = {}
     for line in (text_of(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
@@ -69,10 +68,10 @@ def machine_memory(root: Path = _ROOT) -> dict[str, int]:
 
 
 def control_group_limits(root: Path = _ROOT) -> list[GroupLimit]:
-    """Of the groups around this process that have one, from the innermost outward."""
+    """Return the limits of the control groups around this process, innermost first."""
     limits: list[GroupLimit] = []
     for top, group, version in _memory_groups(root):
-        # A container sees its own group as the top; the path that the kernel gives may lie outside of what it sees.
+        # A container sees its own group as the top; the kernel's path may be outside of what it sees.
         folder = group if group.is_dir() else top
         while folder.is_relative_to(top):
             limits += _limit_of(folder, version)
@@ -81,7 +80,7 @@ def control_group_limits(root: Path = _ROOT) -> list[GroupLimit]:
 
 
 def ranks_here() -> int:
-    """How many ranks share this machine's memory, this one included, as their launcher tells."""
+    """Return the number of ranks on this machine, this one included, from the launcher's environment."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         count = os.environ.get(name, "")
         if count.isdecimal():
@@ -101,7 +100,7 @@ def _limit_of(folder: Path, version: _Version) -> Iterator[GroupLimit]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, _Version]]:
-    """(where the hierarchy is mounted, this process's group in it, its version) for every hierarchy that limits memory."""
+    """Yield (mount point, this process's group, version) for every hierarchy that limits memory."""
     groups = {}
     for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -113,6 +112,6 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, _Version]]:
         version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0)
         if version not in groups or (version == 1 and "memory" not in ",".join(options).split(",")):
             continue
-        shown, point = before.split(" ")[3:5]  # `shown` is the group that is seen at the mount point
+        shown, point = before.split(" ")[3:5]  # `shown` is the group at the mount point
         top = root / point.lstrip("/")
         yield top, top / os.path.relpath(groups[version], shown), _VERSIONS[version]

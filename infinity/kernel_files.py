@@ -1,4 +1,4 @@
-"""The small text files under /proc and /sys, where a missing one is no error but something not known."""
+"""Reads small text files under /proc and /sys; a missing file means unknown, not an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def text_of(file: Path) -> str | None:
-    """What stands in the file, without white space around it; None where it is missing, empty, or not for us."""
+    """Return the file's text without surrounding white space; None if it is missing, empty or unreadable."""
     try:
         return file.read_text(errors="surrogateescape").strip() or None
     except OSError:
@@ -15,7 +15,7 @@ def text_of(file: Path) -> str | None:
 
 
 def number_of(file: Path) -> int | None:
-    """The integer that stands in the file; None where there is none."""
+    """Return the integer in the file, or None."""
     try:
         return int(text_of(file) or "")
     except ValueError:
@@ -23,7 +23,7 @@ def number_of(file: Path) -> int | None:
 
 
 def chosen_of(file: Path) -> str | None:
-    """The word in brackets, as in "always [madvise] never"; without brackets, the whole text."""
+    """Return the word in brackets, as in "always [madvise] never"; without brackets, the whole text."""
     text = text_of(file)
     match = re.search(r"\[(\S+)\]", text or "")
     return match[1] if match else text

@@ -1,4 +1,4 @@
-"""Bytes, counts and seconds in and out of words: "512MiB" to 536870912 and back."""
+"""Parses and formats bytes, counts and seconds: "512MiB" is 536870912."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 DAY_SECONDS = 86_400
 
 PAGE_BYTES = 4 * KIB
-"""Alignment of every extent, lease and direct transfer (bytes). 512 B is refused by some drives; 4 KiB serves everywhere."""
+"""Alignment of every extent, lease and direct transfer (bytes). Some drives refuse 512 B; 4 KiB works everywhere."""
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _FACTORS = {"": 1, "b": 1, **_DECIMAL, **{f"{unit}b": factor for unit, factor in _DECIMAL.items()}}
@@ -22,25 +22,25 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def align_up(value: int, alignment: int = PAGE_BYTES) -> int:
-    """The smallest multiple of `alignment` that is not below `value`."""
+    """Return the smallest multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Bytes in `text`: an integer, or a number with a unit such as "512MiB", "2 GiB" or "1.5GB".
+    """Return the bytes in `text`: an integer, or a number with a unit such as "512MiB", "2 GiB" or "1.5GB".
 
-    Raises ValueError on anything else.
+    Raises ValueError for any other text.
     """
     return _parse(text, _FACTORS, "a number of bytes such as 536870912, '512MiB' or '2GiB'")
 
 
 def parse_count(text: str | int | float) -> int:
-    """A count such as "40M" or "1B" (powers of ten). Raises ValueError on anything else."""
+    """Return a count such as "40M" or "1B" (powers of ten). Raises ValueError for any other text."""
     return _parse(text, _COUNTS, "a count such as 40000000, '40M' or '1B'")
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` in the largest binary unit that leaves a number of at least 1: "1.50 GiB"."""
+    """Format `nbytes` in the largest binary unit with a number of at least 1: "1.50 GiB"."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.2f} {unit}"
@@ -48,7 +48,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`count` in thousands, millions or billions: "40.1M"."""
+    """Format `count` in thousands, millions, billions or trillions: "40.1M"."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if abs(count) >= factor:
             return f"{count / factor:.1f}{unit}"
@@ -56,7 +56,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float, *, digits: int = 3) -> str:
-    """`seconds` with so many significant digits, from 100 of one unit on in the next: "53.3 s", "14.2 min", "39.2 days"."""
+    """Format `seconds` with so many significant digits; from 100 of a unit on, in the next: "53.3 s", "39.2 days"."""
     units = [("min", 60, 100), ("hours", 3600, 6000), ("days", DAY_SECONDS, 2 * DAY_SECONDS)]
     units += [("years", 365 * DAY_SECONDS, 2 * 365 * DAY_SECONDS)]
     unit, factor = "s", 1

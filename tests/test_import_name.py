@@ -59,7 +59,7 @@ def test_a_folder_without_modules_is_no_other_infinity(tmp_path: Path) -> None:
 
 def test_names_of_the_other_distribution_are_said_to_be_hidden() -> None:
     done = python("from infinity import inf")
-    assert done.returncode == 1 and "distribution `infinity`, and this is infinity-offload" in done.stderr
+    assert done.returncode == 1 and "distribution `infinity`, which infinity-offload hides" in done.stderr
 
 
 def test_the_other_distribution_is_listed_where_it_is_installed(tmp_path: Path) -> None:
@@ -71,4 +71,6 @@ def test_the_other_distribution_is_listed_where_it_is_installed(tmp_path: Path) 
     (tmp_path / "infinity-1.5.dist-info" / "top_level.txt").write_text("infinity\n")
     code = f"import runpy, sys; sys.path.append({str(tmp_path)!r}); runpy.run_module('infinity', run_name='__main__')"
     done = python(code)
-    assert "also called infinity" in done.stdout and "infinity, which can't be imported beside it" in done.stdout
+    assert (
+        "also called infinity" in done.stdout and "infinity, which can't be used in the same environment" in done.stdout
+    )

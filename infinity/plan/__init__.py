@@ -1,1 +1,1 @@
-"""What a step takes in bytes, memory and time, before it is run: numbers only."""
+"""Predicts the bytes, memory and time of a step before it is run: numbers only."""

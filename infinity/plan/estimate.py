@@ -1,7 +1,7 @@
-"""Memory per tier, a line per user, and bytes per step, for every way to place a model's states.
+"""Memory per tier, one line per user, and bytes per step, for every placement of a model's states.
 
-Of one rank; all ranks are equal. Counted is what infinity and FSDP2 hold: fp32 masters, or their remainders beside the 16-bit
-compute parameters; fp32 moments and fp32 gradients; and compute parameters to gather from; each sharded over all ranks.
+Numbers are for one rank; all ranks are equal. Counted are fp32 masters, or their remainders with the 16-bit compute
+parameters; fp32 moments and gradients; and the compute parameters to gather from, each sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
 
 HOST_PROCESS_BYTES = GIB // 2
-"""Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
+"""Python, torch and their buffers on a machine that computes on its CPU (measured: 0.31 GiB)."""
 
 HOST_PROCESS_WITH_DEVICE_BYTES = 3 * GIB
-"""The same with CUDA and NCCL; an assumption."""
+"""The same with CUDA and NCCL (an assumption)."""
 
 DEVICE_PROCESS_BYTES = 3 * GIB // 2
-"""CUDA context, NCCL's buffers and kernels on a device; an assumption."""
+"""CUDA context, NCCL's buffers and kernels on a device (an assumption)."""
 
 GATHERED_GROUPS = 2
-"""Groups gathered at once: the one that computes, and the one that is gathered meanwhile."""
+"""Groups gathered at once: the computing one, and the next one."""
 
 SAVED_ON_THE_WAY = 2
-"""Blocks whose saved activations are on the device at once where they wait elsewhere: one computes, another's are copied."""
+"""Blocks whose offloaded activations are on the device at once: one computes, another one's are copied."""
 
 GRADIENTS_APPLIED = 2
-"""Groups whose gradients are in host memory at once where updates are in the backward: one arrives while one is applied."""
+"""Groups with gradients in host memory at once if updates are in the backward: one arrives while another is applied."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by tier, each with its users by name."""
+    """Bytes of one rank by tier, and by name of their user."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class HostCache:
-    """What one rank keeps in pinned memory from step to step, in bytes by group: compute parameters, and the other state."""
+    """Bytes that one rank keeps in pinned memory from step to step, by group: compute parameters, and other state."""
 
     compute: tuple[int, ...] = ()
     other_state: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ NO_CACHE = HostCache()
 
 
 def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache:
-    """The contents of `cache_bytes` of host memory with which a step moves least: see [Note: What stays] in residency.py."""
+    """Return the contents of a cache of `cache_bytes` with which a step moves least: [Note: What stays]."""
     shards = work.group_shards
     if strategy.optimizer != "nvme":
         return HostCache((0,) * len(shards), (0,) * len(shards))
@@ -90,8 +90,8 @@ def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache
 
 
 def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> list[int]:
-    """By group: elements that are updated in the backward, to stay or for the step to accept. The latter can't be what rests in
-    host memory, or has its gradient on NVMe."""
+    """Return, by group, the number of elements updated in the backward, applied or speculative. Elements in host
+    memory, or with their gradient on NVMe, cannot be updated speculatively."""
     if strategy.update_of(work.scheme) != "backward":
         return [0] * len(work.group_shards)
     shards = [shard - left for shard, left in zip(work.group_shards, work.left_to_forward(strategy), strict=True)]
@@ -107,7 +107,7 @@ def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CA
 
 
 def second_slot_bytes(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> int:
-    """On NVMe, for updates that the step is to accept. A durable run has that place already."""
+    """Return the bytes on NVMe for speculative updates. A durable run has a second slot anyway."""
     if work.durable or not work.scheme.speculative:
         return 0
     return math.ceil(sum(strategy.stored_bytes(work.scheme)) * sum(updated_in_backward(work, strategy, cache)))
@@ -116,9 +116,9 @@ def second_slot_bytes(work: Work, strategy: Strategy, cache: HostCache = NO_CACH
 def memory_of(
     work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, cache: HostCache = NO_CACHE
 ) -> Memory:
-    """What one rank holds, with a pinned pool of `pinned_bytes` besides the host cache.
+    """Return the memory of one rank, with a pinned pool of `pinned_bytes` besides the host cache.
 
-    `device_is_host`: computing on the CPU, so that what the device holds is in host memory too.
+    `device_is_host`: True if the CPU computes, so that the device's memory is host memory.
     """
     states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
     elsewhere = sum(work.saved_elsewhere(device_is_host=device_is_host))
@@ -135,7 +135,7 @@ def memory_of(
         stored = sum(nvme.values())
         nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
     if strategy.keeps_compute and device_is_host:
-        del device[_GRADIENTS]  # those of the host are they
+        del device[_GRADIENTS]  # the same as the host's
     elif not strategy.all_gradients_wait(work.scheme):
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
         if left := work.gradients_that_wait(strategy):
@@ -168,21 +168,21 @@ def memory_of(
     )
 
 
-# A key of the JSON report: the lines of a tier add up, so that a new name can't stand beside it for a release.
+# Keys of the JSON report. The lines of a tier add up, so no old name can be kept next to a new one for a release.
 _COMPUTE = "16-bit copies"  # deprecated
 _GRADIENTS = "gradients"
 _SAVED = "saved activations"
 
 
 def record_bytes(stored_bytes: int) -> int:
-    """Bytes of the commit records of a durable run whose state has `stored_bytes`. Two exist at once for a moment, with the
-    checksum (4 bytes) of every page (4 KiB) of the state in each. What the run stores in no arena comes on top."""
+    """Return the bytes of the commit records of a durable run whose state has `stored_bytes`. Two records exist at once
+    for a moment, each with the checksum (4 bytes) of every page (4 KiB) of the state. Unpaged state is not counted."""
     return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
 def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
-    """One rank's part of the states of a model of `numel` parameters, wherever they rest: what lasts from step to step, and
-    the parameters that stage 2 keeps gathered."""
+    """Return one rank's part of the states of a model of `numel` parameters in all tiers. Counts memory that lasts from
+    step to step, and the parameters that stage 2 keeps gathered."""
     shard = -(-numel // ranks)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
@@ -200,15 +200,14 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     if strategy.all_gradients_wait(scheme):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:
-        device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host
+        device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which copies all of them to the host
     if strategy.on_host:
         (nvme if compute_bytes else host)[_COMPUTE] = COMPUTE_BYTES * shard
     return Memory(device, host, nvme)
 
 
 def activation_lines(work: Work, elsewhere: int) -> dict[str, int]:
-    """Of the device, what a forward leaves there for its backward, and what computing takes. `elsewhere`: bytes of saved ones
-    that wait in another place."""
+    """Return the device memory of activations and of computing. `elsewhere`: bytes of offloaded saved activations."""
     model = work.model
     lines = {}
     if elsewhere:
@@ -225,8 +224,8 @@ def activation_lines(work: Work, elsewhere: int) -> dict[str, int]:
 
 
 def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
-    """Bytes (read, written) of one rank's drives in a step with nothing cached and nothing gathered for longer than its use
-    (`lower_bound.step_bytes`), of the gradients that spill, and of saved activations."""
+    """Return the bytes (read, written) on one rank's drives in a step. Counts states with nothing cached, and nothing
+    gathered for longer than its use (`lower_bound.step_bytes`); spilled gradients; and saved activations."""
     if not strategy.uses_nvme:
         return 0, 0
     spilled = work.gradients_that_spill(strategy)
@@ -245,14 +244,14 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What follows from the pinned budget, as in the swap manager.
+    """The parts of the pinned budget, as in the swap manager.
 
     Attributes:
-        pinned_bytes: of the pool, without the host cache.
-        sub_group_numel: elements stepped together.
-        look_ahead_bytes: that groups read ahead may hold; where updates are in the passes, sub-groups too.
-        sub_groups_ahead: read ahead in an optimizer step of its own.
-        staying: groups whose compute parameters stay staged from step to step, in so many `staying_bytes` of the pool.
+        pinned_bytes: size of the pool, without the host cache.
+        sub_group_numel: elements updated together.
+        look_ahead_bytes: bound for groups read ahead, and for sub-groups too if updates are in the passes.
+        sub_groups_ahead: sub-groups read ahead if updates are in the step.
+        staying: groups whose compute parameters stay staged from step to step, in `staying_bytes` of the pool.
     """
 
     pinned_bytes: int
@@ -271,10 +270,9 @@ def pipeline_of(
     *,
     cache: HostCache | None = NO_CACHE,
 ) -> Pipeline:
-    """The pipeline within `pinned_bytes`, or with a comfortable pool where None, on a rank that has `memory_bytes`.
+    """Return the pipeline for a pool of `pinned_bytes` (None: a comfortable pool), on a rank with `memory_bytes`.
 
-    `cache`: the host cache beside it. None: one that is still to be chosen, and for which a comfortable pool leaves the memory
-    in which groups would stay.
+    `cache`: the host cache. None: it is chosen later, and a comfortable pool leaves it the memory for staying groups.
     """
     if not strategy.uses_nvme:
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_IN_MEMORY), 0, 1)
@@ -309,7 +307,7 @@ def pipeline_of(
 
 
 def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]:
-    """By group: the lease of its compute parameters; 0 where all of them are cached."""
+    """Return the lease bytes of each group's compute parameters; 0 if all of them are cached."""
     if strategy.parameters != "nvme":
         return [0] * len(work.group_shards)
     nbytes = [COMPUTE_BYTES * shard for shard in work.group_shards]
@@ -318,7 +316,7 @@ def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]
 
 
 def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
-    """By group: how often a micro-batch reads its compute parameters less if they stay staged, as the engine counts it."""
+    """Return, by group, the reads per micro-batch that are saved if compute parameters stay staged."""
     gathers = [1] + [2] * (len(work.group_shards) - 1)  # the root stays gathered
     scheme, later = work.scheme, replace(work.scheme, update=work.scheme.late)
     return [
@@ -328,7 +326,7 @@ def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
 
 
 def pinned_bytes_min(work: Work, strategy: Strategy) -> int:
-    """The smallest pool with which the gathers work; sub-groups become as small as they must."""
+    """Return the smallest pool with which gathers work; sub-groups become as small as needed."""
     return pinned.PinnedBudget(pinned.gather_bytes(_largest_group_bytes(work, strategy)), 0).nbytes
 
 

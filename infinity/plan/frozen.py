@@ -1,8 +1,8 @@
-"""Work on frozen weights that stay in the user's own files: adapters are trained on them, or text is generated.
-Closed formulas over the product's own policies of what stays staged; nothing is simulated and nothing is ever written.
+"""Work on frozen weights that stay in the user's own files: training of adapters, and text generation.
 
-docs/plan.md, "On frozen weights in their files", says what is counted and what is assumed. Bytes follow from `cycle_read_bytes`
-and `choose_to_stay`, as the staging policy asks them, with the pool's sum. Time is the longest of what overlaps.
+Closed formulas over the engine's own staging policies; nothing is simulated, and no step writes to a drive.
+docs/plan.md, "On frozen weights in their files", lists what is counted and assumed. Bytes follow from
+`cycle_read_bytes` and `choose_to_stay`. Time is the longest of all overlapping activities.
 """
 
 from __future__ import annotations
@@ -29,39 +29,37 @@ from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import format_count
 
 _CAST_BYTES = 6
-"""Memory traffic of an element of an adapter whose 16-bit copy torch makes: fp32 read, 16 bits written."""
+"""Memory traffic per element of an adapter that torch casts to its compute parameter: fp32 read, 16 bits written."""
 
 START_SECONDS = 5.0
-"""Until the first read: the process starts, torch and the model's code are imported, the model is built without memory; an
-assumption."""
+"""Time until the first read: process start, imports of torch and the model's code, model construction (assumed)."""
 
 GATHER_TRAFFIC = 2
-"""How often a gathered byte passes through memory before it is computed with: read, and written where it is gathered. Not where
-it is staged for good ([Note: Gathered where it is staged] in infinity/swap/shard.py)."""
+"""Memory passes of a gathered byte: read, written. None if gathered in place ([Note: Gathered where it is staged])."""
 
 IN_TURNS = "in turns"
-"""The resource of what compute waits for: it, and the drive or the link for routed experts."""
+"""Resource for compute that waits: compute, and the drive or the link for routed experts."""
 
 FEW_SHARE = 1 / 4
-"""Adapters stay in memory where they have at most so many elements for each one in files, as in infinity/swap/plan.py."""
+"""Adapters stay in memory if they have at most this many elements per element in files, as in infinity/swap/plan.py."""
 
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """What one kind of work on files comes to. Bytes and seconds are of a step of training, or of a round of generation, which
-    makes a token of each sequence; of one rank where nothing else is said.
+    """The plan of one kind of work on files. Bytes and seconds are per training step, or per round of generation, which
+    makes one token of each sequence; for one rank unless said otherwise.
 
     Attributes:
         name: for people.
         per: "step" or "round".
-        base_bits: of the blocks' matrices in the files.
-        memory: of one rank.
-        reasons: why it doesn't fit, a sentence each; empty where it does.
-        pinned_bytes: of the pool.
-        read_bytes: from the drive, once the order of the groups is known; expected, where experts are routed.
-        start_seconds: until the first step or round: START_SECONDS, and the files read once.
-        busy: seconds that each resource needs, and those that take turns; without a drive, infinite for the drive.
-        tokens: of all ranks.
+        base_bits: bits of the blocks' matrices in the files.
+        memory: memory of one rank.
+        reasons: why it does not fit, one sentence each; empty if it fits.
+        pinned_bytes: size of the pool.
+        read_bytes: bytes read from the drive once the order of the groups is known; an expectation for routed experts.
+        start_seconds: time to the first step or round: START_SECONDS, and one read of the files.
+        busy: seconds of each resource, and of IN_TURNS; infinite for a missing drive.
+        tokens: tokens of all ranks.
         trained_numel: parameters of all adapters.
     """
 
@@ -83,17 +81,17 @@ class FrozenPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted; infinite where there is no drive."""
+        """Predicted time; infinite without a drive."""
         return max(self.busy.values())
 
     @property
     def limit(self) -> str:
-        """The resource that needs longest."""
+        """The resource that is busy longest."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.seconds
 
 
@@ -106,15 +104,15 @@ def frozen_plans(
     pinned_bytes: int | None = None,
     cache_bytes: int | None = None,
 ) -> list[FrozenPlan]:
-    """Training of adapters, and generation.
+    """Return the plans for training adapters, and for generation.
 
     Args:
-        work: micro-batches as for a training; generation goes on with one token of each of its samples.
-        lora_rank: of the adapters on all linear layers of the blocks, but for those of routed experts.
-        base_bits: of the blocks' matrices in the files, of BASE_BITS.
-        pinned_bytes: the pool of each rank. None: a comfortable one, and `cache_bytes` more.
-        cache_bytes: what the pool has beyond that to keep groups in. None: with `pinned_bytes` none, else all memory that is
-            left. The pool gets no larger than the model makes use of.
+        work: micro-batches as in training; generation continues each of its samples by one token.
+        lora_rank: rank of the adapters on all linear layers of the blocks except routed experts.
+        base_bits: bits of the blocks' matrices in the files, one of BASE_BITS.
+        pinned_bytes: size of each rank's pool. None: a comfortable one, and `cache_bytes` more.
+        cache_bytes: additional pool to keep groups in. None: nothing if `pinned_bytes` is given, else all remaining
+            memory. The pool gets no larger than the model can use.
     """
     asked = _Asked(base_bits, pinned_bytes, cache_bytes)
     return [_plan_lora(work, machine, lora_rank, asked), _plan_generation(work, machine, asked)]
@@ -122,7 +120,7 @@ def frozen_plans(
 
 @dataclass(frozen=True)
 class _Asked:
-    """See `frozen_plans`."""
+    """Arguments of `frozen_plans`."""
 
     base_bits: int
     pinned_bytes: int | None
@@ -149,15 +147,13 @@ def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> Frozen
     memory, pool, reasons = _place(work, machine, groups, device, host, asked)
     if adapters > FEW_SHARE * work.model.numel:
         reasons.append(
-            f"adapters: {format_count(adapters)} are too many to stay in memory beside {format_count(work.model.numel)} "
-            "frozen parameters: lower --lora"
+            f"adapters: {format_count(adapters)} parameters are too many to keep in memory, with "
+            f"{format_count(work.model.numel)} frozen ones: lower --lora"
         )
     if work.durable:
-        reasons.append(
-            "durability: a durable run copies frozen weights into its own files: leave --durability step out"
-        )
+        reasons.append("durability: a durable run copies frozen weights into its own files: omit --durability step")
     if work.activations == "nvme":
-        reasons.append("saved activations: to NVMe they would be written: use --offload-activations cpu")
+        reasons.append("saved activations: NVMe would be written to: use --offload-activations cpu")
     always, experts = groups.lora_read_bytes(pinned.look_ahead_room(pool, groups.largest_bytes), work.passes)
     gathers = work.passes * (2 * groups.expected_bytes - groups.root_bytes)
     busy = _moving_seconds(machine, always + experts, gathers)
@@ -232,7 +228,7 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
 
 
 def _gathered_bytes(work: Work, gathered: FrozenGroups) -> int:
-    """At once, on each rank: the root, and of the blocks GATHERED_GROUPS, with as many experts beside them."""
+    """Return the bytes gathered at once on each rank: the root, and GATHERED_GROUPS blocks with as many experts."""
     at_once = GATHERED_GROUPS * (max(gathered.always[1:]) + gathered.expert_bytes)
     return work.ranks * (gathered.root_bytes + at_once)
 
@@ -240,7 +236,7 @@ def _gathered_bytes(work: Work, gathered: FrozenGroups) -> int:
 def _place(
     work: Work, machine: Machine, groups: FrozenGroups, device: dict[str, int], host: dict[str, int], asked: _Asked
 ) -> tuple[Memory, int, list[str]]:
-    """What one rank holds, the bytes of its pool (see `frozen_plans`), and the reasons why that doesn't fit."""
+    """Return the memory of one rank, the bytes of its pool (see `frozen_plans`), and the reasons against a fit."""
     if machine.device_is_host:
         device, host = {}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}
     else:
@@ -257,12 +253,12 @@ def _place(
     host["pool of staged groups, pinned"] = pool
     memory = Memory(device, host, {"frozen weights, in their files": groups.whole_bytes * machine.nodes})
     least = pinned.PinnedBudget(gather, 0).nbytes
-    capacity = machine.drive_bytes or math.inf  # the files are there already
+    capacity = machine.drive_bytes or math.inf  # the files already exist
     return memory, pool, what_lacks(memory, machine, drive_room_bytes=capacity, pool=(pool, least))
 
 
 def _moving_seconds(machine: Machine, read_bytes: float, gathered_bytes: float) -> dict[str, float]:
-    """Of one rank's share of the drives, and of the link to its GPU."""
+    """Return the seconds of one rank's share of the drives, and of the link to its GPU."""
     seconds = {"drive": math.inf}
     if machine.drive is not None:
         seconds["drive"] = read_bytes / machine.drive_of_rank().read_bytes_per_s
@@ -272,16 +268,16 @@ def _moving_seconds(machine: Machine, read_bytes: float, gathered_bytes: float) 
 
 
 def _gather_seconds(machine: Machine, gathered: FrozenGroups) -> float:
-    """All-gathers of the blocks and of their experts, each once."""
+    """Return the seconds of all-gathers of the blocks and their experts, once each."""
     of_blocks = sum(machine.gather_seconds(machine.ranks * nbytes) for nbytes in gathered.always[1:])
     return of_blocks + gathered.expert_gathers * machine.gather_seconds(machine.ranks * gathered.expert_bytes)
 
 
 def _lora_seconds(work: Work, machine: Machine, rank: int, *, expert_gathers: float) -> float:
-    """Compute of a step, what each use of a group takes however small it is, and the update of the adapters.
+    """Return the seconds of a step's compute, of the fixed cost of each use of a group, and of the adapters' update.
 
-    A token takes 2 operations per active frozen parameter in the forward and 2 in the backward, which has no gradient of it to
-    compute, and 2 more where the forward is computed again; 6 or 8 per parameter of the adapters.
+    A token takes 2 operations per active frozen parameter in the forward, 2 in the backward, which needs no gradient of
+    it, and 2 more if the forward is recomputed; 6 or 8 per parameter of the adapters.
     """
     again = 2 if work.checkpointing else 0
     tokens = work.tokens / work.ranks

@@ -1,16 +1,16 @@
-"""The bytes of files and pool that gathers of frozen groups need, and those read again, by the product's own policies.
+"""Bytes in files and in the pool for gathers of frozen groups, and bytes read again, by the engine's own policies.
 
 [Note: Routed experts in the plan]
-Each frozen expert is a group of its own ([Note: Routed experts] in infinity/fsdp2/experts.py). docs/plan.md, "Mixtures of
+Each frozen expert is a group ([Note: Routed experts] in infinity/fsdp2/experts.py). docs/plan.md, "Mixtures of
 experts", says what a gather reads of them and what stays.
 
-Rounds of generation go through the blocks in one order. Let each need the share p of all experts. So m rounds use 1 − (1 − p)^m
-of them, and of those that a round needs, so many were used in the m before it. They are still there if the pool holds as many.
-So with room for a share h a round spares 1 − (1 − p)^m of what it needs, with the largest m for which that is at most h:
-nothing before a whole round's experts fit.
+Rounds of generation go through the blocks in one order. Let each round need the share p of all experts. Then m rounds
+use 1 − (1 − p)^m of them, which is also the share of a round's experts that were used in the m rounds before it. They
+are still staged if the pool holds that many. So with room for a share h, a round saves 1 − (1 − p)^m of its reads, with
+the largest m for which that is at most h: nothing until a whole round's experts fit.
 
-In training the order turns round. A backward needs the experts of its forward and finds h of all, as far as these were used;
-the next forward finds the h that the backward used last, and needs the share p of them.
+In training the order reverses. A backward needs the experts of its forward, and finds the share h of all experts, if
+they were used. The next forward finds the share h that the backward used last, and needs the share p of them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from infinity.schedule.residency import choose_to_stay
 from infinity.schedule.scheme import COMPUTE_BYTES
 
 _BYTES_OF_64 = {4: 36, 8: 64, 16: 128}
-"""What 64 elements of a matrix take in files, by bits: NF4 has an fp32 scale for 64. (int8 has one for each row, which is left
-out: a thousandth.)"""
+"""Bytes of 64 elements of a matrix in files, by bits: NF4 has an fp32 scale per 64; int8's per row is neglected."""
 
 BASE_BITS = tuple(_BYTES_OF_64)
-"""Of the blocks' matrices in files. All else has 16."""
+"""Possible bits of the blocks' matrices in files. All other tensors have 16."""
 
 
 @dataclass(frozen=True)
 class FrozenGroups:
-    """The groups of a model in the order of its forward, the root first. Bytes of one rank.
+    """The groups of a model in the order of its forward, the root first. Bytes are for one rank.
 
     Attributes:
-        always: by group, what each gather reads.
-        experts: by group, all routed experts of its part of a block; none in a dense model.
-        expert_bytes: of one.
-        expected_share: of the experts, what a pass of all tokens needs, expected.
+        always: by group, bytes that each gather reads.
+        experts: by group, bytes of all routed experts in its part of a block; 0 in a dense model.
+        expert_bytes: bytes of one expert.
+        expected_share: expected share of the experts that a pass of all tokens needs.
     """
 
     always: tuple[int, ...]
@@ -51,8 +50,8 @@ class FrozenGroups:
 
     @classmethod
     def of(cls, work: Work, *, tokens: int, base_bits: int = 16) -> FrozenGroups:
-        """The groups of `work.model`. `tokens`: of all ranks, that pass through a group while it is gathered. `base_bits`: of
-        BASE_BITS; 16 is what they take where they are gathered, too."""
+        """Return the groups of `work.model`. `tokens`: tokens of all ranks that pass through a group while it is
+        gathered. `base_bits`: one of BASE_BITS; 16 is also the size of gathered elements."""
 
         def in_files(numel: int) -> int:
             shard = -(-numel // work.ranks)
@@ -77,17 +76,17 @@ class FrozenGroups:
 
     @property
     def expected_experts_bytes(self) -> float:
-        """What a pass of all tokens needs of the experts."""
+        """Expected bytes of the experts that a pass of all tokens needs."""
         return self.expected_share * sum(self.experts)
 
     @property
     def expert_gathers(self) -> float:
-        """How many experts those are."""
+        """Expected number of those experts."""
         return self.expected_experts_bytes / self.expert_bytes if self.expert_bytes else 0.0
 
     @property
     def expected_bytes(self) -> float:
-        """What a pass of all tokens needs of all groups."""
+        """Expected bytes of all groups that a pass of all tokens needs."""
         return sum(self.always) + self.expected_experts_bytes
 
     @property
@@ -100,14 +99,13 @@ class FrozenGroups:
 
     @property
     def whole_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return sum(self.always) + sum(self.experts)
 
     def lora_read_bytes(self, room_bytes: int, passes: int) -> tuple[float, float]:
-        """What a step of so many passes reads where reads ahead may hold `room_bytes` of the pool: bytes of what every pass
-        needs, and of routed experts.
+        """Return the bytes that a step of `passes` passes reads: groups that every pass needs, and routed experts.
 
-        A block is gathered for the forward and for the backward, the root once. What stays staged is not read.
+        `room_bytes`: bound for reads ahead. Blocks are gathered twice, the root once. Staged groups are not read.
         """
         blocks = range(1, len(self))
         uses = [0, *blocks, *reversed(blocks)] * passes
@@ -117,18 +115,17 @@ class FrozenGroups:
         return float(always), passes * sum(self.experts) * (2 * needed - min(held, needed) - held * needed)
 
     def round_read_bytes(self, room_bytes: int) -> tuple[float, float]:
-        """The same of a forward, one of many. The root stays gathered between them, and others stay staged, spread evenly
-        (`choose_to_stay`)."""
+        """Return the same for a forward in a series: the root stays gathered, others staged (`choose_to_stay`)."""
         blocks = self.always[1:]
         stay = choose_to_stay(blocks, room_bytes)
         held, needed = self._held_share(blocks, room_bytes), self.expected_share
-        again = float(held == 1.0)  # the share of a round's experts that stayed since an earlier one
+        again = float(held == 1.0)  # share of a round's experts that stayed since an earlier round
         if again < 1 and needed < 1:
             again = 1 - (1 - needed) ** math.floor(math.log1p(-held) / math.log1p(-needed))
         return float(sum(blocks) - sum(blocks[place] for place in stay)), (1 - again) * self.expected_experts_bytes
 
     def _held_share(self, others: Sequence[int], room_bytes: int) -> float:
-        """The share of all experts that the pool holds beside the groups `others`. Those in use are staged, too."""
+        """Return the share of all experts that the pool can hold besides the groups `others`, those in use included."""
         if sum(others) > room_bytes or not any(self.experts):
             return 0.0
         left = room_bytes + GATHERS_IN_USE * self.largest_bytes - sum(others)

@@ -1,4 +1,4 @@
-"""The lower bounds that every measured step is compared with: the bytes that it must move, and the least time.
+"""Lower bounds for measured steps: the bytes that a step must move, and its least time.
 
 16-bit model, fp32 state, gradients in host memory (docs/architecture.md, "The sum").
 """
@@ -17,9 +17,10 @@ class Part:
     """Elements of one rank that a step treats alike.
 
     Attributes:
-        numel: how many.
-        gathers: of each in a step; see `live.LivePlan.gathers`. Two for each micro-batch, fewer where they stay gathered.
-        compute_on_nvme: whether gathers read them from NVMe, not from ordinary host memory.
+        numel: number of elements.
+        gathers: gathers of each per step; see `live.LivePlan.gathers`. Two per micro-batch, fewer if they stay
+        gathered.
+        compute_on_nvme: True if gathers read them from NVMe, False if from ordinary host memory.
     """
 
     numel: int
@@ -28,11 +29,11 @@ class Part:
 
 
 def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
-    """The bytes of `part` that a step moves, with all of its state on NVMe: compute parameters, and other state.
+    """Return the bytes of `part` that a step moves with all of its state on NVMe: compute parameters, and other state.
 
-    Single bytes are the units.
+    The units are single bytes.
     """
-    if not part.compute_on_nvme:  # masters rest in full
+    if not part.compute_on_nvme:  # masters are stored in full
         full = replace(scheme, master_weights="full")
         return Candidate(0, 1, 0, 0), Candidate(math.ceil(full.other_state_bytes() * part.numel), 1, 1, 1)
     return (
@@ -42,10 +43,9 @@ def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
 
 
 def step_bytes(part: Part, scheme: Scheme) -> tuple[int, int]:
-    """Bytes (read, written) that one step moves at least, with nothing cached.
+    """Return the minimum bytes (read, written) of a step with nothing cached.
 
-    With everything paged and one micro-batch, P elements read 14 P and write 12 P where updates are in the passes:
-    [Note: Schemes] in scheme.py.
+    With everything paged, one micro-batch and updates in the passes: 14 P and 12 P ([Note: Schemes] in scheme.py).
     """
     return moved_bytes(candidates_of(part, scheme), (0, 0))
 
@@ -55,8 +55,8 @@ class DriveSpeed:
     """The drives' rates for one rank (bytes per second).
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: while nothing else goes on.
-        mixed: of reads and of writes while both go on; None for drives that take turns.
+        read_bytes_per_s, write_bytes_per_s: rates of reading alone and writing alone.
+        mixed: rates of reads and of writes at the same time; None for drives that alternate.
     """
 
     read_bytes_per_s: float
@@ -64,11 +64,11 @@ class DriveSpeed:
     mixed: tuple[float, float] | None = None
 
     def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """The least time for these bytes: in turns R / BW_read + W / BW_write; where both at once is better, both for as
-        long as there are both, and the rest alone."""
+        """Return the least time for these bytes: R / BW_read + W / BW_write when alternating. If reading and writing at
+        once is faster, it does so while both remain, and then moves the remainder alone."""
         seconds = 0.0
         reads, writes = self.mixed or (0.0, 0.0)
-        if reads / self.read_bytes_per_s + writes / self.write_bytes_per_s > 1:  # more than taking turns moves
+        if reads / self.read_bytes_per_s + writes / self.write_bytes_per_s > 1:  # faster than alternating
             seconds = min(read_bytes / reads, written_bytes / writes)
             read_bytes -= seconds * reads
             written_bytes -= seconds * writes

@@ -15,21 +15,21 @@ class Machine:
 
     Attributes:
         name: for people.
-        nodes: how many.
-        ranks_per_node: GPUs of each; on a machine that computes on its CPU, processes.
-        device_is_host: computing on the CPU.
-        device_bytes: memory of one GPU; without meaning where `device_is_host`.
-        flops_per_s: that one rank reaches while training (not its peak).
+        nodes: number of nodes.
+        ranks_per_node: GPUs per node; processes if the CPU computes.
+        device_is_host: True if the CPU computes.
+        device_bytes: memory of one GPU; unused if `device_is_host`.
+        flops_per_s: operations per second that one rank reaches in training (not its peak).
         device_bytes_per_s: memory bandwidth of one GPU.
-        link_bytes_per_s: between host and one GPU, each way.
+        link_bytes_per_s: rate between host and one GPU, each way.
         host_bytes, host_bytes_per_s: memory of one node and its bandwidth.
-        drive_bytes: capacity of one node's drives together, 0 for none or unknown.
-        drive_free_bytes: the part of it that can be used; None for all.
-        drive: the rates of one node's drives together.
-        node_link_bytes_per_s: between GPUs of one node, one GPU's way out.
-        network_bytes_per_s: one node's way out to the others.
-        collective_seconds: of a collective, however small.
-        group_seconds: of a use of a group, however small: launches, hooks, Python.
+        drive_bytes: capacity of one node's drives together; 0 for none or unknown.
+        drive_free_bytes: usable part of it; None for all.
+        drive: rates of one node's drives together.
+        node_link_bytes_per_s: rate between GPUs of one node, out of one GPU.
+        network_bytes_per_s: rate out of one node to the others.
+        collective_seconds: fixed cost of a collective.
+        group_seconds: fixed cost of a use of a group: launches, hooks, Python.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Machine:
         return self.nodes * self.ranks_per_node
 
     def gather_seconds(self, nbytes: float) -> float:
-        """An all-gather to `nbytes`, or a reduce-scatter from it, over all ranks.
+        """Return the seconds of an all-gather to `nbytes`, or a reduce-scatter from it, over all ranks.
 
-        Of what a rank must get, the part from its own node comes over the node's links, and that from other nodes once per
-        node over the network; the slower of the two decides.
+        Data from a rank's own node comes over the node's links, other data once per node over the network; the slower
+        decides.
         """
         if self.ranks == 1:
             return 0.0
@@ -67,9 +67,9 @@ class Machine:
         return self.collective_seconds + max(in_node if self.ranks_per_node > 1 else 0.0, between_nodes)
 
     def drive_of_rank(self) -> DriveSpeed:
-        """One rank's share. Raises BudgetError where there is no drive."""
+        """Return one rank's share of the drives. Raises BudgetError if there is no drive."""
         if self.drive is None:
-            raise BudgetError(f"{self.name} has no drive: plan without NVMe, or say what its drives give")
+            raise BudgetError(f"{self.name} has no drive: plan without NVMe, or give the rates of its drives")
         share, mixed = 1 / self.ranks_per_node, self.drive.mixed
         return DriveSpeed(
             self.drive.read_bytes_per_s * share,
@@ -78,11 +78,11 @@ class Machine:
         )
 
     def memory_bytes_per_s(self, *, of_host: bool) -> float:
-        """The bandwidth that one rank has of the host's memory, or of the memory that it computes in."""
+        """Return one rank's bandwidth of the host's memory, or of the memory that it computes in."""
         of_host = of_host or self.device_is_host
         return self.host_bytes_per_s / self.ranks_per_node if of_host else self.device_bytes_per_s
 
     @property
     def drive_room_bytes(self) -> float:
-        """What one node's drives can still hold; infinite where unknown."""
+        """Bytes that one node's drives can still hold; infinite if unknown."""
         return self.drive_free_bytes if self.drive_free_bytes is not None else self.drive_bytes or math.inf

@@ -1,4 +1,4 @@
-"""The plan of a training: does it fit, how long is a step, what limits it, on a machine given as numbers.
+"""The plan of a training on a machine given as numbers: whether it fits, the step time, and what limits it.
 
 The step is simulated (simulator.py) with the memory and bytes of estimate.py. Nothing is measured here.
 """
@@ -35,31 +35,31 @@ from infinity.schedule.timeline import Interval, total, united
 from infinity.units import DAY_SECONDS, format_bytes
 
 USABLE = 0.95
-"""The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
+"""Share of a memory that can be planned with; the remainder is for fragmentation and other users."""
 
 RATED_DAYS = 5 * 365
-"""For which drives are rated, at one drive write per day (DWPD)."""
+"""Days for which drives are rated, at one drive write per day (DWPD)."""
 
 AS_FAST = 1.02
-"""Steps that are longer by less than this count as equal; no prediction is that exact."""
+"""Steps within this factor count as equally fast; no prediction is more exact."""
 
 
 PASSES_SIMULATED_MAX = 8
-"""Of a step that doesn't fit: simulating more of them takes seconds, for a number of little use."""
+"""Maximum number of passes simulated for a step that does not fit: more take seconds, for a number of little use."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one strategy comes to.
+    """The plan of one strategy.
 
     Attributes:
-        strategy, machine, work, pipeline: what was planned; the work as it will be done (`Work.unasked`).
-        cache: what one rank keeps in pinned memory from step to step.
-        memory: of one rank.
-        reasons: why it doesn't fit, a sentence each; empty where it does.
-        simulated: the step of one rank; None where not even one group fits.
-        lower_bound_seconds: the larger of compute and the bytes of the step over the drives' bandwidth.
-        plain_bytes: (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
+        strategy, machine, work, pipeline: the planned configuration; the work as it will be done (`Work.unasked`).
+        cache: bytes that one rank keeps in pinned memory from step to step.
+        memory: memory of one rank.
+        reasons: why it does not fit, one sentence each; empty if it fits.
+        simulated: the step of one rank; None if not even one group fits.
+        lower_bound_seconds: the larger of compute, and the bytes of the step over the drives' bandwidth.
+        plain_bytes: bytes (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
     """
 
     strategy: Strategy
@@ -79,17 +79,17 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted; infinite where there is no step."""
+        """Predicted step time; infinite without a simulation."""
         return self.simulated.seconds if self.simulated else math.inf
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks."""
         return self.work.tokens / self.step_seconds if self.simulated else 0.0
 
     @property
     def bound(self) -> str:
-        """What sets the lower bound: "compute" or "the drive"."""
+        """Resource that sets the lower bound: "compute" or "the drive"."""
         return "compute" if self.lower_bound_seconds <= self.work.flops / self.machine.flops_per_s else "the drive"
 
     @property
@@ -98,18 +98,18 @@ class Plan:
 
     @property
     def written_bytes_per_token(self) -> float:
-        """To the drives of all nodes."""
+        """Bytes written per token, to the drives of all nodes."""
         return self.simulated.written_bytes * self.machine.ranks / self.work.tokens if self.simulated else 0.0
 
     @property
     def drive_days(self) -> float | None:
-        """For which the drives last if training never stops; None where none is written."""
+        """Lifetime of the drives in days of uninterrupted training; None if nothing is written."""
         daily = self.drive_writes_per_day
         return RATED_DAYS / daily if daily else None
 
     @property
     def drive_writes_per_day(self) -> float | None:
-        """How often a day of training writes the drives' capacity; None where none is known."""
+        """Number of times that a day of training writes the drives' capacity; None if it is unknown."""
         if not self.strategy.uses_nvme or not self.machine.drive_bytes or self.simulated is None:
             return None
         written = self.simulated.written_bytes * self.machine.ranks_per_node
@@ -117,22 +117,22 @@ class Plan:
 
     @property
     def discarded_bytes(self) -> tuple[int, int]:
-        """Bytes (read, written) of one rank that a step moves more where it discards what the backward updated."""
+        """Additional bytes (read, written) of one rank in a step that discards its speculative updates."""
         if not self.work.scheme.speculative:
             return 0, 0
         early = updated_in_backward(self.work, self.strategy, self.cache)
         read, written = self.work.scheme.discarded_bytes
-        # Where compute parameters stay staged there is no read of a gather to be spared.
+        # If compute parameters stay staged, discarding saves no read of a gather.
         not_spared = COMPUTE_BYTES * sum(early[group] for group in self.pipeline.staying)
         return math.ceil(read * sum(early)) + not_spared, math.ceil(written * sum(early))
 
     def discarding_seconds(self) -> float:
-        """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""
+        """Return the step time if every step discards its speculative updates, which the next forward repeats."""
         step = step_of(self.work, self.machine, self.strategy, self.pipeline, self.cache, discards=True)
         return simulate(step, *rates_of(self.machine, self.strategy)).seconds
 
     def limits(self) -> list[tuple[str, str, float]]:
-        """For each part of the step, what is busiest in it: (part, resource, share of the part's time)."""
+        """Return (part, resource, share of the part's time) for the busiest resource in each part of the step."""
         if self.simulated is None:
             return []
         middle = self.simulated.gradient_seconds
@@ -149,7 +149,7 @@ class Plan:
 
 
 def busiest(timeline: Sequence[Interval], start: float, end: float) -> tuple[str, float]:
-    """The resource that works longest between `start` and `end`, and how long (seconds). Reads and writes are one drive."""
+    """Return the resource that works longest between `start` and `end`, and its seconds. Reads and writes: "drive"."""
     by_resource: dict[str, list[tuple[float, float]]] = {}
     for resource, _, began, ended in timeline:
         if began < end and ended > start:
@@ -166,16 +166,16 @@ def plan_step(
     pinned_bytes: int | None = None,
     cache_bytes: int | None = None,
 ) -> Plan:
-    """The plan of one strategy.
+    """Return the plan of one strategy.
 
     Args:
-        work, machine, strategy: what is planned.
-        pinned_bytes: the pool of each rank, without its host cache; comfortable where None.
-        cache_bytes: the host cache of each rank. None: all memory that is left, or nothing if that is faster. Ignored where the
-            work is durable, which keeps nothing there.
+        work, machine, strategy: the configuration to plan.
+        pinned_bytes: size of each rank's pool, without its host cache; None for a comfortable one.
+        cache_bytes: size of each rank's host cache. None: all remaining memory, or nothing if that is faster. Ignored
+            for durable work, which caches nothing there.
 
-    A cache moves the fewest bytes, but what it holds is not updated speculatively. So it may leave all updates to the forward,
-    which waits for the drive while the backward leaves it idle.
+    A cache minimises the bytes moved, but cached elements are not updated speculatively. So it may leave all updates to
+    the forward, which waits for the drive while the backward leaves it idle.
     """
     plan = _plan_step(work, machine, strategy, pinned_bytes, cache_bytes)
     is_bound = plan.step_seconds <= AS_FAST * plan.lower_bound_seconds
@@ -191,7 +191,7 @@ def plan_step(
 def _plan_step(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
 ) -> Plan:
-    """`plan_step`, with all memory that is left as the cache where `cache_bytes` is None."""
+    """Do `plan_step`; if `cache_bytes` is None, all remaining memory is the cache."""
     if work.unasked and work.scheme.speculative and strategy.update_of(work.scheme) == "backward":
         asked, later = (
             _plan_step(each, machine, strategy, pinned_bytes, cache_bytes)
@@ -223,8 +223,8 @@ def updated_late(work: Work) -> Work:
 
 
 def _is_worth_it(early: Plan, later: Plan) -> bool:
-    """Whether speculative updates that nobody asked for are planned, and not updates in the forward: the engine would make
-    them, and the step is no longer."""
+    """Return True if default speculative updates are planned instead of updates in the forward. That is so if the
+    engine would make them, and the step is no longer."""
     second = second_slot_bytes(early.work, early.strategy, early.cache)
     needed = (early.memory.nvme_bytes + second) * early.machine.ranks_per_node
     has_effect = early.discarded_bytes[1] > 0 and needed <= early.machine.drive_room_bytes
@@ -232,13 +232,13 @@ def _is_worth_it(early: Plan, later: Plan) -> bool:
 
 
 def rates_of(machine: Machine, strategy: Strategy) -> tuple[DriveSpeed, float]:
-    """Of one rank: its share of the drives, and the link to its device (bytes per second)."""
+    """Return one rank's share of the drives, and the rate of the link to its device (bytes per second)."""
     drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
     return drive, math.inf if machine.device_is_host else machine.link_bytes_per_s
 
 
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
-    """Whether there is room for what one of the strategies takes; no step is simulated for it."""
+    """Return True if the memory suffices for one of the strategies; simulates no step."""
     work = updated_late(work) if work.unasked else work
     return any(not place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies_on(machine))
 
@@ -246,7 +246,7 @@ def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None
 def place(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
 ) -> tuple[Pipeline, HostCache, Memory, list[str]]:
-    """Where everything rests, and the reasons why that doesn't fit."""
+    """Place all states; return the pipeline, cache and memory, and the reasons why that does not fit."""
     host_bytes = machine.host_bytes / machine.ranks_per_node
     on_host = machine.device_is_host
     if work.durable:
@@ -263,7 +263,7 @@ def place(
 
 
 def _tiers(memory: Memory, machine: Machine, drive_room_bytes: float) -> list[tuple[str, int, float, str]]:
-    """Each tier's name, the bytes that are needed of it and that it has, and whose it is."""
+    """Return each tier's name, the bytes needed and available, and their owner."""
     ranks = machine.ranks_per_node
     tiers = [
         ("host memory", memory.host_bytes * ranks, USABLE * machine.host_bytes, "a node"),
@@ -275,27 +275,27 @@ def _tiers(memory: Memory, machine: Machine, drive_room_bytes: float) -> list[tu
 
 
 def share_needed(memory: Memory, machine: Machine) -> float:
-    """Of what the scarcest tier has; above 1 where it is too little."""
+    """Return the needed share of the scarcest tier; above 1 if it is too small."""
     return max(
         need / have if have else math.inf for _, need, have, _ in _tiers(memory, machine, machine.drive_room_bytes)
     )
 
 
 def what_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: float, pool: tuple[int, int] | None) -> list[str]:
-    """A sentence for each tier that has less than `memory` of every rank of a node, and for what NVMe lacks if it is used.
+    """Return a sentence for each tier that lacks memory for all ranks of a node, and for anything that NVMe lacks.
 
     Args:
-        drive_room_bytes: the part of the drives that can be used.
-        pool: the bytes of the pinned pool, and the fewest with which it works; None if nothing is on NVMe.
+        drive_room_bytes: usable part of the drives.
+        pool: bytes of the pinned pool, and the fewest with which it works; None if NVMe is not used.
     """
     reasons = []
     for tier, need, have, where in _tiers(memory, machine, drive_room_bytes):
         if need > have:
-            reasons.append(f"{tier}: {format_bytes(need)} needed of the {format_bytes(have)} that {where} can give")
+            reasons.append(f"{tier}: {format_bytes(need)} needed, {format_bytes(have)} usable on {where}")
     if pool is not None and machine.drive is None:
         reasons.append("NVMe: the machine has no drive")
     if pool is not None and pool[0] < pool[1]:
-        reasons.append(f"pinned pool: {format_bytes(pool[0])}, and the groups need {format_bytes(pool[1])}")
+        reasons.append(f"pinned pool: {format_bytes(pool[0])} is too small, the groups need {format_bytes(pool[1])}")
     return reasons
 
 
@@ -303,13 +303,13 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
     pool = (pipeline.pinned_bytes, pinned_bytes_min(work, strategy)) if strategy.uses_nvme else None
     reasons = what_lacks(memory, machine, drive_room_bytes=machine.drive_room_bytes, pool=pool)
     if work.durable and strategy.optimizer != "nvme":
-        reasons.append("durability: masters and optimizer state must rest on NVMe, where they are committed")
+        reasons.append("durability: masters and optimizer state must be on NVMe, where they are committed")
     have, need = work.activation_buffer_bytes, BUFFER_SHARES * work.saved_tensor_bytes
     if work.activations == "nvme" and not strategy.uses_nvme:
-        reasons.append("saved activations: they go to NVMe only where parameters or optimizer state rest there")
+        reasons.append("saved activations: they can be on NVMe only if parameters or optimizer state are")
     elif work.activations == "nvme" and have < need:
         reasons.append(
-            f"saved activations: their buffer has {format_bytes(have)}, and the largest needs {format_bytes(need)}"
+            f"saved activations: their buffer has {format_bytes(have)}, but the largest needs {format_bytes(need)}"
         )
     return reasons
 
@@ -317,7 +317,7 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
 def plans_for(
     work: Work, machine: Machine, *, pinned_bytes: int | None = None, cache_bytes: int | None = None
 ) -> list[Plan]:
-    """Every strategy that makes a difference on `machine`, from the fastest to the most frugal; see `plan_step`."""
+    """Return a plan for every strategy that differs on `machine`, fastest first; see `plan_step`."""
     return [
         plan_step(work, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
         for strategy in strategies_on(machine)
@@ -325,14 +325,14 @@ def plans_for(
 
 
 def strategies_on(machine: Machine) -> list[Strategy]:
-    """On a CPU nothing is on another device: host memory holds what isn't on NVMe, and pages it."""
+    """Return the strategies for `machine`. On a CPU all state that is not on NVMe is in host memory."""
     if not machine.device_is_host:
         return [*STRATEGIES]
     return [some for some in STRATEGIES if some.optimizer == "nvme" or some.parameters == "cpu"]
 
 
 def fastest_that_fits(plans: Sequence[Plan]) -> Plan | None:
-    """Of the plans that fit, the one with the shortest step; the first of those as fast as that."""
+    """Return the plan with the shortest step of those that fit; the first one if several are equally fast."""
     fitting = [plan for plan in plans if plan.fits]
     shortest = min((plan.step_seconds for plan in fitting), default=0.0)
     return next((plan for plan in fitting if plan.step_seconds <= AS_FAST * shortest), None)

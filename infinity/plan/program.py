@@ -1,4 +1,4 @@
-"""The step that one rank does for some work on some machine, written down for the simulator."""
+"""Writes the step of one rank, for some work on some machine, as a program for the simulator."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MOMENT_BYTES, 
 from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 
 PARAMETER_BYTES = 12
-"""Memory traffic of a fused update per element: parameter and gradient read, the parameter written. A split master is the
-compute parameter and its remainder."""
+"""Memory traffic of a fused update per element: parameter (whole or split) and gradient read, parameter written."""
 
 ADAM_BYTES = PARAMETER_BYTES + ADAM_MOMENTS * 2 * MOMENT_BYTES
-"""The same for AdamW, whose moments are read and written, too."""
+"""The same for AdamW, which also reads and writes its moments."""
 
 NORM_BYTES = 4
 """The same for the norm of the gradients."""
 
 CLIP_BYTES = 8
-"""The same for clipping: read and written again. Gradients of state in host memory or on NVMe are scaled during the update."""
+"""The same for clipping: one read, one write. (Gradients of offloaded state are scaled in the update.)"""
 
 SIMULATED_SUB_GROUPS_MAX = 4096
-"""Beyond it, neighbours are simulated as one."""
+"""Maximum number of simulated sub-groups; beyond it, neighbours are simulated as one."""
 
 
 def step_of(
     work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache, *, discards: bool = False
 ) -> Step:
-    """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end.
+    """Return the step of one rank for the simulator: a group per block, and the root, which stays gathered.
 
-    `discards`: as in a run whose steps all discard what they updated in the backward, which is updated again in the forward.
+    `discards`: True for a run in which all steps discard their speculative updates, and repeat them in the forward.
     """
     program = _ProgramOfRank(work, machine, strategy, pipeline, cache, discards=discards)
     buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
@@ -60,7 +59,7 @@ class _Elements(NamedTuple):
 
 
 class _ProgramOfRank:
-    """Writes down what the training thread of one rank does in a step."""
+    """Writes the program of one rank's training thread in a step."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class _ProgramOfRank:
         self._compute_bytes = [
             compute * numel - cached for numel, cached in zip(self._shards, cache.compute, strict=True)
         ]
-        """By group: compute parameters on NVMe."""
+        """Bytes of compute parameters on NVMe, by group."""
         self._other_state_bytes = [
             math.ceil(other * numel) - cached for numel, cached in zip(self._shards, cache.other_state, strict=True)
         ]
@@ -88,16 +87,16 @@ class _ProgramOfRank:
             compute * numel if on_nvme and group not in self._staying else 0
             for group, (numel, on_nvme) in enumerate(zip(self._shards, self._compute_bytes, strict=True))
         ]
-        """What comes and goes for each group: all its compute parameters, unless these stay staged, or all are cached."""
+        """Lease bytes of each group: all its compute parameters, or 0 if these stay staged or are all cached."""
         self._spilled = work.gradients_that_spill(strategy)
-        """By group: gradients that wait on NVMe."""
+        """Bytes of spilled gradients, by group."""
         muon_flops = work.model.muon_flops_per_element / work.ranks if work.muon else 0.0
         self._muon_seconds = [numel * muon_flops / machine.flops_per_s for numel in work.group_matrix_numels]
-        """By group: this rank's part of Muon's arithmetic, which isn't hidden by the memory's traffic."""
+        """Seconds of this rank's part of Muon's arithmetic, by group; memory traffic does not hide it."""
         self._saved = work.saved_elsewhere(device_is_host=machine.device_is_host)
-        """By group: bytes of activations that a pass moves from the device and back."""
+        """Bytes of activations that a pass moves from the device and back, by group."""
         self._saved_on_drive = work.saved_on_drive if strategy.uses_nvme else [0] * len(self._shards)
-        """The part of those that it moves to the drive and back."""
+        """The part of those that goes to the drive and back."""
         per_element = compute + other + work.gradient_itemsize * any(self._spilled)
         self._lease_bytes = math.ceil(pipeline.sub_group_numel * per_element)
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
@@ -106,11 +105,11 @@ class _ProgramOfRank:
         self._update_bytes_per_s = machine.memory_bytes_per_s(of_host=strategy.on_host)
         self._update = strategy.update_of(work.scheme)
         self._in_backward = updated_in_backward(work, strategy, cache)
-        """By group: elements that are updated in the backward."""
+        """Number of elements updated in the backward, by group."""
         self._program: list[Use | SubGroup | Pause] = []
 
     def items(self) -> Program:
-        """All of the step."""
+        """Return the program of the whole step."""
         last = self._work.passes - 1
         for number in range(self._work.passes):
             self._forward(number)
@@ -124,12 +123,12 @@ class _ProgramOfRank:
         return self._program
 
     def _forward(self, number: int) -> None:
-        """The forward of a micro-batch, by its number."""
+        """Add the forward of micro-batch `number`."""
         updated = self._update != "step" and number == 0
 
         def use(group: int) -> None:
             in_backward = 0 if self._discards else self._in_backward[group]
-            # Where only a part is updated here, compute parameters of that rest in host memory.
+            # If only a part is updated here, its compute parameters are in host memory.
             made = updated and not in_backward
             if updated and in_backward < self._shards[group]:
                 into = group if made and self.group_bytes[group] else None
@@ -139,8 +138,8 @@ class _ProgramOfRank:
         self._pass(range(len(self._numels)), use, self._save)
 
     def _pass(self, groups: Sequence[int], use: Callable[[int], None], finish: Callable[[int, int], None]) -> None:
-        """The uses of these groups, and what `finish` adds after each, given its place: where the device computes by itself,
-        once the next use is in flight."""
+        """Add the uses of these groups, and after each whatever `finish` adds, given the use's place. If the device is
+        not the host, `finish` runs once the next use is in flight."""
         behind = not self._machine.device_is_host
         used: list[tuple[int, int]] = []
         for group in groups:
@@ -152,24 +151,26 @@ class _ProgramOfRank:
             finish(*used[-1])
 
     def _save(self, group: int, place: int) -> None:
-        """The saved activations of a use that go to the drive."""
+        """Add the writes of a use's saved activations to the drive."""
         self._program += [part._replace(write_bytes=part.lease_bytes, after=place) for part in self._passing(group)]
 
     def _passing(self, group: int) -> list[SubGroup]:
-        """Saved activations of a group that pass through the buffer, in as many parts as that takes."""
+        """Return a group's saved activations as parts that fit the buffer."""
         nbytes = self._saved_on_drive[group]
         count = math.ceil(nbytes / max(1, self._work.activation_buffer_bytes // BUFFER_SHARES))
         return [SubGroup(lease_bytes=round(nbytes / max(1, count)), name=f"activations of group {group}")] * count
 
     def _backward(self, *, updated: bool, first: bool) -> None:
-        """What follows on the gradients of a group: its update; or they spill, where those of passes before this one are read
-        again and added, unless it is the `first`. If the device is the host, the update is spread over the next group's
-        computation: [Note: Updates while autograd computes] in infinity/swap/gradient_lap.py."""
+        """Add a backward: its uses, and after each the group's update or spilling of its gradients.
+
+        Unless it is the `first` backward, spilled gradients are read again and added. On a CPU the update is spread
+        over the next group's computation: [Note: Updates while autograd computes] in infinity/swap/gradient_lap.py.
+        """
         spreads = self._machine.device_is_host and not self._work.scheme.collective
         waiting: list[Use | SubGroup | Pause] = []
 
         def use(group: int) -> None:
-            # Activations that it saved are read again.
+            # Read back the activations that it saved.
             self._program += [part._replace(read_bytes=part.lease_bytes) for part in self._passing(group)]
             self._use(group, backward=True, is_there=group in self._staying)
             whole = self._program.pop()
@@ -200,7 +201,7 @@ class _ProgramOfRank:
         self._program += waiting
 
     def _spill(self, group: int, place: int, *, again: bool) -> None:
-        """The gradients that a use gave, written where they wait for the update."""
+        """Add the writes of a use's gradients, which wait for the update on NVMe."""
         nbytes = self._spilled[group]
         count = max(1, math.ceil(self._shards[group] / self._sub_group_numel))
         sub_group = SubGroup(
@@ -213,8 +214,7 @@ class _ProgramOfRank:
         self._program += [sub_group] * count
 
     def _use(self, group: int, *, backward: bool, is_there: bool) -> None:
-        """One use of a group, in forward or backward. `is_there`: its compute parameters are staged already, or its update has
-        just made them."""
+        """Add one use of a group. `is_there`: True if its compute parameters are staged, or just made by its update."""
         work, machine, strategy = self._work, self._machine, self._strategy
         tokens = work.samples_at_once * work.model.seq
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
@@ -243,7 +243,7 @@ class _ProgramOfRank:
         return backward and (group == ROOT or self._strategy.stage < 3)
 
     def _rest(self, group: int, in_backward: int) -> _Elements:
-        """What is left of a group without so many elements, of which nothing is cached, or which are all."""
+        """Return the elements of a group that are left without `in_backward` of them, which are uncached, or all."""
         compute, other = self._strategy.stored_bytes(self._work.scheme)
         return _Elements(
             self._shards[group] - in_backward,
@@ -252,8 +252,8 @@ class _ProgramOfRank:
         )
 
     def _update_group(self, group: int, part: _Elements, *, into: int | None = None, after: int | None = None) -> None:
-        """The sub-groups of a part of one group. The compute parameters are staged in the backward, if it was gathered there;
-        and where they stay, unless an update of them was discarded."""
+        """Add the sub-groups of a part of one group. Its compute parameters are staged if the backward gathered it, or
+        if they stay and no update of them was discarded."""
         in_backward = after is not None
         if group in self._staying:
             staged = in_backward or not (self._discards and self._in_backward[group])
@@ -267,7 +267,7 @@ class _ProgramOfRank:
         self._add_sub_groups(part.numel, read, written, muon_seconds, into=into, after=after)
 
     def _step(self) -> None:
-        """All sub-groups; those that are cached are spread evenly between the others."""
+        """Add all sub-groups of a step; cached bytes are spread evenly."""
         compute, other = sum(self._compute_bytes), sum(self._other_state_bytes)
         read = other + sum(self._spilled)
         if self._work.scheme.compute_is_state():
@@ -284,7 +284,7 @@ class _ProgramOfRank:
         into: int | None = None,
         after: int | None = None,
     ) -> None:
-        """`numel` elements in sub-groups. Where those of a step are very many, neighbours move as one, in the lease of one."""
+        """Add `numel` elements in sub-groups. If a step has very many, neighbours move as one, in the lease of one."""
         count = max(1, math.ceil(numel / self._sub_group_numel))
         strategy = self._strategy
         traffic = update_bytes(strategy, self._work.scheme) * numel / count
@@ -302,7 +302,7 @@ class _ProgramOfRank:
 
 
 def update_bytes(strategy: Strategy, scheme: Scheme) -> float:
-    """Memory traffic of an update per element, the norm and clipping aside."""
+    """Return the memory traffic of an update per element, without norm and clipping."""
     fused = PARAMETER_BYTES + scheme.moments * 2 * scheme.moment_bytes
     if not strategy.on_host:
         return fused

@@ -1,4 +1,4 @@
-"""What a simulated step runs on: a clock of events, the link, the drive; all of them only numbers."""
+"""Resources of a simulated step, as numbers: a clock of events, the link, the drive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Simulated:
     """The outcome of a step.
 
     Attributes:
-        seconds: from its begin until its last byte is written.
-        gradient_seconds: from its begin until all gradients are in host memory.
-        stall_seconds: in which neither the training thread nor compute went on, for want of bytes from the drive.
-        read_bytes, written_bytes: from and to the drive.
-        to_device_bytes, to_host_bytes: over the link.
-        pool_bytes_peak: leased at one time.
-        live_bytes_peak: gathered at one time.
+        seconds: from its start until its last byte is written.
+        gradient_seconds: from its start until all gradients are in host memory.
+        stall_seconds: time without training thread and compute, waiting for bytes from the drive.
+        read_bytes, written_bytes: bytes from and to the drive.
+        to_device_bytes, to_host_bytes: bytes over the link.
+        pool_bytes_peak: most bytes leased at once.
+        live_bytes_peak: most bytes gathered at once.
         timeline: intervals of read, write, to_device, to_host, network, compute and update.
     """
 
@@ -40,26 +40,26 @@ class Simulated:
 
 
 class Clock:
-    """Events in the order of their times; of equal times, the one made first."""
+    """Events in the order of their times; at equal times, in the order in which they were made."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, Callable[[float, int], None], int]] = []
         self._made = 0
 
     def at(self, time: float, call: Callable[[float, int], None], argument: int) -> None:
-        """Call `call(time, argument)` when `time` has come."""
+        """Call `call(time, argument)` at `time`."""
         self._made += 1
         heapq.heappush(self._waiting, (time, self._made, call, argument))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run all events."""
         while self._waiting:
             time, _, call, argument = heapq.heappop(self._waiting)
             call(time, argument)
 
 
 class Link:
-    """Copies between host and device, each direction in its order and at `bytes_per_s`."""
+    """Copies between host and device at `bytes_per_s`, in order in each direction."""
 
     def __init__(self, bytes_per_s: float, timeline: list[Interval]) -> None:
         self._bytes_per_s = bytes_per_s
@@ -68,7 +68,7 @@ class Link:
         self.nbytes = {"to_device": 0, "to_host": 0}
 
     def copy(self, way: str, time: float, nbytes: int, name: str) -> float:
-        """Copy `nbytes` from `time` on, or after the copy before it. Returns when it ends."""
+        """Copy `nbytes` from `time` on, after the previous copy; return the end time."""
         self.nbytes[way] += nbytes
         if not nbytes or self._bytes_per_s == math.inf:
             return time
@@ -84,7 +84,7 @@ _DIRECTIONS = ("read", "write")
 
 @dataclass(slots=True)
 class _Transfer:
-    """One read or write of the drive: the bytes that are left of it, and the call at its end."""
+    """One read or write of the drive: its remaining bytes, and the call at its end."""
 
     left: float
     name: str
@@ -93,7 +93,7 @@ class _Transfer:
 
 
 class Drive:
-    """Reads and writes, at most one of each in flight; both at once or in turns."""
+    """Reads and writes, at most one of each in flight, at once or alternating."""
 
     def __init__(self, speed: DriveSpeed, clock: Clock, timeline: list[Interval]) -> None:
         self._alone = speed.read_bytes_per_s, speed.write_bytes_per_s
@@ -101,36 +101,36 @@ class Drive:
         self._clock = clock
         self._timeline = timeline
         self.nbytes = [0, 0]
-        """That were started in each direction."""
+        """Bytes started in each direction."""
         self._queues: tuple[deque[_Transfer], deque[_Transfer]] = deque(), deque()
         self._rates = [0.0, 0.0]
         """Bytes per second of each direction since `_since`."""
         self._ends = [math.inf, math.inf]
-        """When the transfers in flight end, if nothing changes."""
+        """End times of the transfers in flight at the current rates."""
         self._since = 0.0
         self._turn = READ
         self._version = 0
         self.demanded = False
-        """Whether somebody waits for the reads that are queued: they go first."""
+        """True while the thread waits for a queued read: reads then go first."""
 
     def start(
         self, way: int, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int
     ) -> None:
-        """Queue a transfer; `call(time, number)` at its end."""
+        """Queue a transfer; `call(time, number)` runs at its end."""
         self.nbytes[way] += nbytes
         self._queues[way].append(_Transfer(float(nbytes), name, call, number))
         if len(self._queues[way]) == 1:
             self._go_on(time)
 
     def demand(self, time: float, wanted: bool) -> None:
-        """Somebody waits for a read now, or nobody does."""
+        """Set `demanded`: True if the thread waits for a read now."""
         if wanted != self.demanded:
             self.demanded = wanted
             if self._mixed is None and self._queues[WRITE]:
                 self._go_on(time)
 
     def _go_on(self, time: float) -> None:
-        """Account for what was moved up to now, and decide what is moved from now on."""
+        """Account for the bytes moved so far, and choose the next rates."""
         self._account(time)
         reads, writes = self._queues
         read_rate = write_rate = 0.0
@@ -158,7 +158,7 @@ class Drive:
                 self._timeline.append(Interval(_DIRECTIONS[way], transfer.name, self._since, time))
 
     def _moved(self, time: float, version: int) -> None:
-        """The end of a transfer, as foreseen with `version` of the rates: void where they have changed since."""
+        """Event: a transfer ends, as predicted with `version` of the rates; ignored if they have changed since."""
         if version != self._version:
             return
         ended = []

@@ -1,10 +1,10 @@
-"""The fastest way to take a step of so many tokens: its micro-batches, and where activations and gradients wait for their use.
+"""Finds the fastest step for a number of tokens: its micro-batches, and where activations and gradients wait.
 
 [Note: The search]
-Each shape of a step (samples of a micro-batch, how many of these at once, recomputed or not) is tried with each strategy.
-Memory decides the rest: activations stay on the device, and gradients in host memory, as far as there is room. A way that
-doesn't fit is left out before anything is simulated. Those that fit are simulated in the order of an estimate, until the next
-estimate is no shorter than the shortest step.
+Each shape of a step (samples per micro-batch, micro-batches at once, recomputation or not) is tried with each strategy.
+Memory decides the remainder: activations stay on the device, and gradients in host memory, as far as there is room.
+Configurations that do not fit are dropped before any simulation. The others are simulated in the order of an estimate,
+until the next estimate is no shorter than the shortest simulated step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from infinity.plan.work import Work
 from infinity.schedule.scheme import Scheme, choose_update
 
 SIMULATED_MAX = 8
-"""Steps that a search simulates at most; a few are enough as a rule."""
+"""Maximum number of steps that a search simulates; usually a few suffice."""
 
 HELD_SHARE = 0.8
-"""Of gradients with a bound. The others are updated before their next forward: see [Note: Balance of the passes] in
-schedule/scheme.py."""
+"""Share of the gradients in a bound; others are updated before their forward: [Note: Balance of the passes]."""
 
 
 def fastest_work(
@@ -43,12 +42,12 @@ def fastest_work(
     pinned_bytes: int | None = None,
     cache_bytes: int | None = None,
 ) -> Work:
-    """The work with the fastest step that fits; where none fits, the one that lacks the smallest share of a memory.
+    """Return the work with the fastest step that fits; if none fits, the one that lacks the smallest share of a memory.
 
     Args:
-        asked: a step as it was asked for. For `pinned_bytes` and `cache_bytes` see `planner.plan_step`.
-        sequences: of a step on one rank.
-        left_open: the attributes of `Work` to be found, of "samples", "micro_batches_at_once", "checkpointing", "activations"
+        asked: the requested step. For `pinned_bytes` and `cache_bytes` see `planner.plan_step`.
+        sequences: sequences of a step on one rank.
+        left_open: attributes of `Work` to choose, of "samples", "micro_batches_at_once", "checkpointing", "activations"
             and "gradient_bytes_max".
     """
     ways: list[_Way] = []
@@ -56,7 +55,7 @@ def fastest_work(
     for shape in _shapes(asked, sequences, left_open):
         for strategy in strategies_on(machine):
             for work in _placed(shape, machine, strategy, left_open, pinned_bytes):
-                # What a cache holds is not updated speculatively.
+                # Cached elements are not updated speculatively.
                 nbytes = 0 if cache_bytes is None and work.scheme.speculative else cache_bytes
                 pipeline, cache, memory, reasons = place(work, machine, strategy, pinned_bytes, nbytes)
                 if not reasons:
@@ -68,13 +67,12 @@ def fastest_work(
 
 
 def fastest_lora_work(asked: Work, machine: Machine, *, sequences: int, left_open: Collection[str], **how: Any) -> Work:
-    """The same for the training of adapters on frozen weights, which needs no memory for state and writes nothing. `how`: the
-    other arguments of `frozen.frozen_plans`."""
+    """As `fastest_work`, for adapters on frozen weights (no state, no writes). `how`: as for `frozen.frozen_plans`."""
     found, least, fitting = asked, (True, math.inf), set()
     for shape in _shapes(asked, sequences, left_open):
         for activations in ("none", "cpu") if "activations" in left_open else (asked.activations,):
             way = shape.samples, shape.checkpointing, activations
-            if way in fitting:  # fewer at once would read more
+            if way in fitting:  # with fewer at once it would read more
                 continue
             work = replace(shape, activations=activations, unasked=asked.unasked)
             plan, _ = frozen_plans(work, machine, **how)
@@ -98,11 +96,11 @@ class _Way:
 
     @property
     def elsewhere(self) -> int:
-        """Saved activations that leave the device in a pass."""
+        """Bytes of saved activations that leave the device in a pass."""
         return sum(self.work.saved_elsewhere(device_is_host=self.machine.device_is_host))
 
     def estimated_seconds(self) -> float:
-        """Of the step, if all of a pass overlaps, and no pass with another."""
+        """Estimate the step time, as if everything within a pass overlaps and no passes do."""
         work, machine, strategy = self.work, self.machine, self.strategy
         uses = 2 * len(work.group_shards) * work.micro_batches
         computing = (work.flops / machine.flops_per_s + uses * machine.group_seconds) / work.passes
@@ -110,7 +108,7 @@ class _Way:
         if not strategy.uses_nvme:
             return work.passes * max(computing, copying)
         drive, _ = rates_of(machine, strategy)
-        # State moves in the first forward, in the last backward, and in the step; all else alike in every pass.
+        # State moves in the first forward, in the last backward, and in the step; all other bytes move in every pass.
         compute, other = (math.ceil(nbytes * work.shard_numel) for nbytes in strategy.stored_bytes(work.scheme))
         state_read, state_written = other - sum(self.cache.other_state), compute + other - self.cache.nbytes
         plain_read, plain_written = bytes_of_step(work, strategy)
@@ -121,7 +119,7 @@ class _Way:
         forward = computing / (4 if work.checkpointing else 3)
 
         def seconds(busy: float, *, state: float, passing: float) -> float:
-            """Of a part of the step, with these shares of the state, and of what moves in every pass."""
+            """Estimate a part of the step with these shares of the state, and of the bytes that move in every pass."""
             moving = drive.lower_bound_seconds(
                 passing * read + state * state_read, passing * written + state * state_written
             )
@@ -140,7 +138,7 @@ def _fastest(ways: list[_Way]) -> Work | None:
     estimates = [way.estimated_seconds() for way in ways]
 
     def rank(number: int) -> tuple[int, int, int]:
-        """Of estimates that are as fast, the way comes first that writes less, and of these the one that moves less."""
+        """Return the sort key: estimate, then bytes written, then activation bytes moved."""
         way = ways[number]
         written = bytes_of_step(way.work, way.strategy)[1] - way.cache.nbytes
         return math.floor(math.log(estimates[number], AS_FAST)), written, way.elsewhere
@@ -173,7 +171,7 @@ def _scheme_of(asked: Work, passes: int) -> Scheme:
 
 
 def _shapes(asked: Work, sequences: int, left_open: Collection[str]) -> Iterator[Work]:
-    """The ways to cut a step into micro-batches, and to let these pass, the most at once first."""
+    """Yield the ways to cut a step into micro-batches and run them, the most at once first."""
     recomputed = (False, True) if "checkpointing" in left_open else (asked.checkpointing,)
     for samples in _divisors(sequences) if "samples" in left_open else [asked.samples]:
         count = sequences // samples
@@ -199,7 +197,7 @@ def _divisors(number: int) -> list[int]:
 def _placed(
     shape: Work, machine: Machine, strategy: Strategy, left_open: Collection[str], pinned_bytes: int | None
 ) -> Iterator[Work]:
-    """The shape with activations and gradients where memory has room for them; with speculative updates, and without."""
+    """Yield the shape with activations and gradients placed by memory, with and without speculative updates."""
     for timed in dict.fromkeys((shape, updated_late(shape) if strategy.parameters == "nvme" else shape)):
         for work in _with_activations(timed, machine, strategy) if "activations" in left_open else [timed]:
             waits = strategy.parameters == "nvme" and "gradient_bytes_max" in left_open
@@ -207,7 +205,7 @@ def _placed(
 
 
 def _with_activations(work: Work, machine: Machine, strategy: Strategy) -> Iterator[Work]:
-    """All of them on the device; or what it has no room for in host memory; or on NVMe."""
+    """Yield activations all on the device; or with those in host memory that it has no room for; or on NVMe."""
 
     def room_left(work: Work) -> float:
         return (
@@ -227,8 +225,7 @@ def _with_activations(work: Work, machine: Machine, strategy: Strategy) -> Itera
 
 
 def _with_gradients(work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None) -> Iterator[Work]:
-    """All that wait in host memory; or as many as it has room for, with speculative updates a share that keeps the passes even;
-    or none."""
+    """Yield gradients all in host memory; or a share that fits and, if speculative, keeps the passes even; or none."""
     host_bytes = machine.host_bytes / machine.ranks_per_node
     spilled = replace(work, gradient_bytes_max=0)
 
@@ -243,7 +240,7 @@ def _with_gradients(work: Work, machine: Machine, strategy: Strategy, pinned_byt
     elif strategy.all_gradients_wait(work.scheme):
         bound = HELD_SHARE * waiting
         while 0 < bound and (room := room_left(replace(work, gradient_bytes_max=int(bound)))) < bound:
-            bound = room  # for which the pool may be larger
+            bound = room  # for this bound the pool may be larger
         if bound > 0:
             yield replace(work, gradient_bytes_max=int(bound))
     if not work.scheme.speculative or room_left(spilled) < 0:

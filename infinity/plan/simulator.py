@@ -1,21 +1,22 @@
-"""One training step as discrete events: what drive, link, network, device and CPU do when, on one of many equal ranks.
+"""Simulates one training step as discrete events on drive, link, network, device and CPU, for one of many equal ranks.
 
-It runs the product's own policies (how far reads run ahead, what leaves the pool, how deep the optimizer's pipeline is) with
-the same pinned budget, on resources that are only numbers. So it tells what a step takes on a machine that one doesn't have.
+It runs the engine's own policies (look-ahead, eviction, optimizer pipeline) with the same pinned budget, on resources
+that are only numbers. So it predicts a step on a machine that is not at hand.
 
 [Note: What is simulated]
-All ranks do the same, so one is simulated, and what ranks share (drives, network, memory bandwidth) comes as its share.
-The step starts with nothing staged and ends when its last byte is written. The training thread goes through a program, item by
-item. A use of a group goes
+All ranks do the same, so one is simulated, with its share of drives, network and memory bandwidth. The step starts with
+nothing staged and ends when its last byte is written. The training thread runs a program item by item. A use of a
+group:
 
     drive read -> lease -> copy to the device -> all-gather -> compute -> reduce-scatter -> gradients to the host
 
-Compute follows the order of the uses. The thread goes on to the next item as this one begins to compute (`overlap_gathers`), or
-when it has ended, as on a CPU. An update of a sub-group keeps the thread busy, while others are read and written: read k + 1 |
-update k | write k - 1. Updates come after a pause for the norm of all gradients, with the first of them read already; or in the
-forward, before the use of the group whose compute parameters they make; or in the backward, once their gradients are there.
-Copies, collectives and compute each keep their order and start as early as they can. A drive takes one transfer of a kind at a
-time. Demand reads interrupt writes; otherwise reads and writes alternate, or go on at once where that speed is known.
+Compute follows the order of the uses. The thread starts the next item when the compute of this one starts
+(`overlap_gathers`), or when it ends, as on a CPU. An update of a sub-group keeps the thread busy while others are read
+and written: read k + 1 | update k | write k - 1. Updates come after a pause for the norm of all gradients, with the
+first sub-groups already read; or in the forward, before the use of the group whose compute parameters they make; or in
+the backward, once their gradients are there. Copies, collectives and compute each keep their order and start as early
+as possible. A drive runs one transfer of a kind at a time. Demand reads interrupt writes; otherwise reads and writes
+alternate, or run at once if that rate is known.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from infinity.schedule.timeline import Interval
 
 
 def simulate(step: Step, drive: DriveSpeed, link_bytes_per_s: float = math.inf) -> Simulated:
-    """What `step` does with one rank's share of the drives, and a link of this rate from host to device and back.
+    """Simulate `step` with one rank's share of the drives, and a link between host and device of this rate.
 
-    Raises BudgetError where the pool can't hold what must be in it at once.
+    Raises BudgetError if the pool cannot hold all bytes needed at once.
     """
     clock, result = Clock(), Simulated()
     drives, link = Drive(drive, clock, result.timeline), Link(link_bytes_per_s, result.timeline)
     thread = _Thread(step, clock, drives, link, result)
     clock.run()
-    if thread.demanded is not None:  # it never began
+    if thread.demanded is not None:  # the item never began
         raise BudgetError(_too_small(step, thread.demanded))
     result.read_bytes, result.written_bytes = drives.nbytes
     result.to_device_bytes, result.to_host_bytes = link.nbytes["to_device"], link.nbytes["to_host"]
@@ -55,13 +56,13 @@ def _too_small(step: Step, place: int) -> str:
     else:
         units, largest_bytes = "sub-groups", max(i.lease_bytes for i in step.program if isinstance(i, SubGroup))
     return (
-        f"a pinned pool of {step.pool_bytes} bytes can't hold the {units} of this step at once, of which the largest has "
-        f"{largest_bytes} bytes: raise the pinned budget or make them smaller"
+        f"a pinned pool of {step.pool_bytes} bytes can't hold the {units} that this step needs at once; the largest "
+        f"has {largest_bytes} bytes: raise the pinned budget or make them smaller"
     )
 
 
 class _State(enum.Enum):
-    """Where a unit is. In all states but ON_NVME it holds a lease."""
+    """State of a unit, which holds a lease in all states except ON_NVME."""
 
     ON_NVME = enum.auto()
     READING = enum.auto()
@@ -70,7 +71,7 @@ class _State(enum.Enum):
 
 
 class _Thread:
-    """The training thread: every item of the program in its order.
+    """The training thread: runs all items of the program in order.
 
     A *unit* is staged as a whole: a group, or the sub-group at a place of the program (see `Step.units`).
     """
@@ -83,33 +84,33 @@ class _Thread:
         self._ends = step.ends()
         self._states = [_State.ON_NVME] * len(self._lease_bytes)
         self._staged: Eviction[int] = Eviction()
-        """The units that are READING or STAGED, but for the one that is being filled."""
+        """Units that are READING or STAGED, except the one being filled."""
         self._filling: int | None = None
         """The group whose compute parameters are being made."""
         self._gathers = [0] * len(step.group_bytes)
-        """By group: uses that began and are not gathered yet."""
+        """Number of uses that began and are not gathered yet, by group."""
         self._uses: list[deque[int]] = [deque() for _ in self._lease_bytes]
-        """By unit: the places of its uses that have not begun."""
+        """Places of the uses that have not begun, by unit."""
         for place, unit in enumerate(self._units):
             self._uses[unit].append(place)
         self._read_up_to = 0
-        """The units of all items before it are staged, being read, or no longer needed."""
+        """The units of all items before this place are staged, being read, or no longer needed."""
         self._wanted_up_to = 0
-        """A unit is worth keeping staged for the items before it."""
+        """Units are kept staged for items before this place."""
         self.demanded: int | None = None
-        """The item that the thread is about to begin."""
+        """The item that the thread will begin next."""
         self._demanded_since = 0.0
         self._writing = 0
-        """Sub-groups on their way back."""
+        """Number of sub-groups being written."""
         self._network_free = self._compute_free = 0.0
         self._live_bytes = 0
         self._gradients_at: list[float | None] = [None] * len(step.program)
-        """By place: when the gradients or activations of that use came to host memory."""
+        """Time at which the gradients or activations of a use reached host memory, by place."""
         self._uses_left = sum(isinstance(item, Use) for item in step.program)
         clock.at(0.0, self._demand, 0)
 
     def _demand(self, time: float, place: int) -> None:
-        """Item `place` is next: begin it as soon as its unit is staged."""
+        """Make item `place` the next one: it begins as soon as its unit is staged."""
         if place == len(self._step.program):
             return
         self.demanded, self._demanded_since = place, time
@@ -117,7 +118,7 @@ class _Thread:
         self._try(time)
 
     def _try(self, time: float) -> None:
-        """Begin the demanded item if its unit is staged; start to read the unit where it isn't, if there is room."""
+        """Begin the demanded item if its unit is staged; else start reading the unit if there is room."""
         place = self.demanded
         if place is None:
             return
@@ -143,7 +144,7 @@ class _Thread:
             self._update(time, place, item)
 
     def _fill(self, group: int) -> bool:
-        """Lease room for compute parameters that are made, which stays leased until their use. Returns whether it is leased."""
+        """Lease room for new compute parameters until their use; return True if it is leased."""
         if self._states[group] is _State.ON_NVME:
             if not self._make_room(self._lease_bytes[group]):
                 return False
@@ -155,8 +156,7 @@ class _Thread:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drop units until `nbytes` are free, as [Note: What makes room] in schedule/readahead.py says. Returns whether they
-        are; if not, a transfer or a gather must end first."""
+        """Evict units until `nbytes` are free ([Note: What makes room]); return False if others must end first."""
         while self._pool_free < nbytes:
             unit = self._staged.victim(writes_in_flight=self._writing > 0)
             if unit is None or self._states[unit] is _State.READING:
@@ -202,12 +202,12 @@ class _Thread:
         self._try(time)
 
     def _needed_at(self, unit: int) -> int | None:
-        """The place of its next use, if the unit is worth keeping staged for it."""
+        """Return the place of the unit's next use if it is kept staged for that, else None."""
         uses = self._uses[unit]
         return uses[0] if uses and uses[0] < self._wanted_up_to else None
 
     def _look_ahead(self, time: float, place: int) -> None:
-        """Start to read what the policy wants staged with `place` items begun, for as long as there is room."""
+        """Start reading the units that the policy wants staged with `place` items begun, while there is room."""
         before, self._wanted_up_to = self._wanted_up_to, self._ends[place]
         for unit in self._units[before : self._wanted_up_to]:
             self._staged.need(unit, self._needed_at(unit))
@@ -220,7 +220,7 @@ class _Thread:
             self._read_up_to += 1
 
     def _take(self, time: float, place: int) -> None:
-        """The unit of item `place` is in use from now on."""
+        """Mark the unit of item `place` as in use."""
         unit = self._units[place]
         self._staged.discard(unit)
         self._states[unit] = _State.IN_USE
@@ -230,13 +230,13 @@ class _Thread:
         self._look_ahead(time, place + 1)
 
     def _stalled(self, time: float, *since: float) -> None:
-        """The thread waited for the drive up to now; it counts for as long as nothing was computed either."""
+        """Count the thread's wait for the drive up to now as stall, as far as nothing was computed either."""
         self._result.stall_seconds += max(0.0, time - max(self._demanded_since, self._compute_free, *since))
 
-    # Groups.
+    # Groups
 
     def _begin_use(self, time: float, place: int, use: Use) -> None:
-        """The group is staged: copy, gather and compute follow in order."""
+        """Begin the use of a staged group: copy, gather and compute follow in order."""
         timeline = self._result.timeline
         self._gathers[use.group] += 1
         self._take(time, place)
@@ -258,7 +258,7 @@ class _Thread:
             self._clock.at(start, self._demand, place + 1)
 
     def _gathered(self, time: float, group: int) -> None:
-        """The lease goes back, or the group stays staged where the policy wants it soon again."""
+        """Return the lease, or keep the group staged if the policy needs it again soon."""
         self._gathers[group] -= 1
         if self._gathers[group]:
             return
@@ -284,7 +284,7 @@ class _Thread:
         self._clock.at(end, self._reduced, place)
 
     def _reduced(self, time: float, place: int) -> None:
-        """What a use brought, gradients or activations, is in host memory."""
+        """Note that a use's gradients or activations are in host memory."""
         self._gradients_at[place] = self._result.gradient_seconds = time
         self._uses_left -= 1
         if not self._step.overlap_gathers:
@@ -292,7 +292,7 @@ class _Thread:
         else:
             self._try(time)
 
-    # Updates.
+    # Updates
 
     def _begin_pause(self, time: float, place: int, pause: Pause) -> None:
         self.demanded = None

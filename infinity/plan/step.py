@@ -1,4 +1,4 @@
-"""A training step as data: what the training thread of one rank does, in order, and how far reads run ahead of it."""
+"""A training step as data: the program of one rank's training thread, and how far reads run ahead of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class Use(NamedTuple):
     """One use of a group: in a forward or a backward.
 
     Attributes:
-        group: its number.
-        read_bytes: what the drive must bring if the group isn't staged; less than the group where part of it is resident.
-        compute_bytes: of its shard's compute parameters, from host memory to the device.
-        gather_seconds, compute_seconds, reduce_seconds: of the all-gather, the computation, the reduce-scatter.
-        gradient_bytes: of its shard, from the device to host memory.
-        saved_bytes, restored_bytes: of activations, after the computation to host memory, and back before it.
-        live_bytes: on the device from the gather to the end of the computation.
+        group: number of the group.
+        read_bytes: bytes to read if the group is not staged; fewer than the group's if part of it is resident.
+        compute_bytes: bytes of its shard's compute parameters copied to the device.
+        gather_seconds, compute_seconds, reduce_seconds: times of all-gather, computation and reduce-scatter.
+        gradient_bytes: bytes of its shard's gradients copied to host memory.
+        saved_bytes, restored_bytes: bytes of activations copied to host memory after the computation, and back before
+        it.
+        live_bytes: bytes on the device from the gather to the end of the computation.
     """
 
     group: int
@@ -35,17 +36,17 @@ class Use(NamedTuple):
 
 
 class SubGroup(NamedTuple):
-    """An update of one sub-group; or anything else that is read, or written, or both, between uses.
+    """An update of one sub-group, or any other read, write or both between uses.
 
     Attributes:
-        read_bytes, write_bytes: from and to the drive.
-        lease_bytes: of the pool, from the start of its read to the end of its write.
-        update_seconds: of Adam.
-        compute_bytes: of new compute parameters, from host memory to the device.
-        into: the group whose compute parameters it makes, to be used next: leased by then, and staged until that use. None for
-            no group.
-        after: the place in the program of the use whose gradients, or activations, it takes. None where these are there.
-        name: in the timeline; its place where empty.
+        read_bytes, write_bytes: bytes from and to the drive.
+        lease_bytes: bytes of the pool, from the start of its read to the end of its write.
+        update_seconds: time of the update.
+        compute_bytes: bytes of new compute parameters copied to the device.
+        into: group whose compute parameters it makes, used next: leased from then on, and staged until that use. None
+            for no group.
+        after: place of the use whose gradients or activations it takes. None if these are there already.
+        name: name in the timeline; empty for its place.
     """
 
     read_bytes: int = 0
@@ -59,11 +60,11 @@ class SubGroup(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """The thread waits for all gradients, then works on them, for the norm, say. No group is worth keeping beyond it.
+    """A wait for all gradients, followed by work on them, such as the norm. No group is kept staged across it.
 
     Attributes:
-        seconds: of that work.
-        reads_go_on: whether what comes after it may be read before: not where that has yet to be written.
+        seconds: time of that work.
+        reads_go_on: True if later items may be read before it; False if their bytes have yet to be written.
     """
 
     seconds: float = 0.0
@@ -71,20 +72,20 @@ class Pause(NamedTuple):
 
 
 Program = Sequence[Use | SubGroup | Pause]
-"""What the training thread does, in its order."""
+"""Items of the training thread, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step does.
+    """A step.
 
     Attributes:
         program: see `Program`.
-        group_bytes: the lease of each group.
-        look_ahead_bytes: that groups and sub-groups which are read ahead may hold.
-        sub_groups_ahead: read ahead after a pause.
-        pool_bytes: the pinned pool.
-        overlap_gathers: whether a gather goes on during the computation before it.
+        group_bytes: lease of each group.
+        look_ahead_bytes: bound for groups and sub-groups that are read ahead.
+        sub_groups_ahead: sub-groups read ahead after a pause.
+        pool_bytes: size of the pinned pool.
+        overlap_gathers: True if a gather overlaps the computation before it.
     """
 
     program: Program
@@ -95,20 +96,18 @@ class Step:
     overlap_gathers: bool = True
 
     def units(self) -> list[int]:
-        """By place in the program, the number of what the item needs staged: of its group, or, after the groups, its own."""
+        """Return the number of each item's unit, by place: its group, or its own number, which follows the groups."""
         groups = len(self.group_bytes)
         return [item.group if isinstance(item, Use) else groups + place for place, item in enumerate(self.program)]
 
     def lease_bytes(self) -> list[int]:
-        """By those numbers."""
+        """Return the lease bytes of each unit."""
         return [*self.group_bytes, *(item.lease_bytes if isinstance(item, SubGroup) else 0 for item in self.program)]
 
     def ends(self) -> list[int]:
-        """With `place` items begun, what `program[place : ends[place]]` needs should be staged.
-
-        Groups and sub-groups alike hold at most `look_ahead_bytes` (`readahead.plan_look_ahead`). After a pause it is
-        `sub_groups_ahead`, and what was staged by then. Beyond a pause that is still to come only where reads go on.
-        """
+        """Return `ends`: with `place` items begun, units of `program[place : ends[place]]` should be staged. Groups and
+        sub-groups together hold at most `look_ahead_bytes` (`readahead.plan_look_ahead`). After a pause the bound is
+        `sub_groups_ahead`, and everything staged by then. Reads cross a later pause only if it lets reads go on."""
         places = len(self.program)
         pause = next((place for place, item in enumerate(self.program) if isinstance(item, Pause)), places)
         item = self.program[pause] if pause < places else None

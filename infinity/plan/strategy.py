@@ -1,4 +1,4 @@
-"""Where the states of a model may rest: the strategies that are planned, and what follows from each."""
+"""Strategies: the placements of a model's states that are planned, and their consequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update
 
 @dataclass(frozen=True)
 class Strategy:
-    """Where the states of a model rest.
+    """A placement of a model's states.
 
     Attributes:
         name: for people.
-        stage: of ZeRO; 2 keeps parameters gathered from forward to backward, 3 gathers them for each use.
+        stage: ZeRO stage; 2 keeps parameters gathered from forward to backward, 3 gathers them for each use.
         parameters, optimizer: "none" (the device), "cpu" or "nvme", as in offload_param and offload_optimizer.
     """
 
@@ -28,31 +28,31 @@ class Strategy:
 
     @property
     def on_host(self) -> bool:
-        """Whether the update happens in host memory."""
+        """True if updates are made in host memory."""
         return self.optimizer != "none"
 
     def stored_bytes(self, scheme: Scheme) -> tuple[int, float]:
-        """Bytes on NVMe of each element: of its compute parameter, and of its other state."""
+        """Return the bytes on NVMe per element: of its compute parameter, and of its other state."""
         if self.optimizer != "nvme":
             return 0, 0
         return (COMPUTE_BYTES, scheme.other_state_bytes()) if self.parameters == "nvme" else (0, scheme.state_bytes)
 
     @property
     def keeps_compute(self) -> bool:
-        """Whether state rests on NVMe and no compute parameter does. Gradients are torch's then, in fp32, until the step takes
-        them to host memory; and sub-groups are cut from all parameters, not from those of a group."""
+        """True if state is on NVMe and compute parameters are not. Gradients then stay with torch, in fp32, until the
+        step takes them to host memory. Sub-groups are cut from all parameters, not from those of a group."""
         return self.optimizer == "nvme" and self.parameters != "nvme"
 
     def update_of(self, scheme: Scheme) -> Update:
-        """When groups are updated. On the device it is the step. Gradients that the step takes to host memory are not applied
-        before it; and what host memory holds has no second slot for a speculative update."""
+        """Return the update timing. On the device it is the step. Gradients that the step takes to host memory are not
+        applied earlier. State in host memory has no second slot for a speculative update."""
         if self.optimizer == "none":
             return "step"
         in_step = self.keeps_compute or (self.optimizer == "cpu" and scheme.speculative)
         return scheme.late if in_step and scheme.update == "backward" else scheme.update
 
     def all_gradients_wait(self, scheme: Scheme) -> bool:
-        """Whether gradients of all groups are kept until the step."""
+        """Return True if gradients of all groups are kept until the step."""
         return self.update_of(scheme) != "backward" or scheme.speculative
 
 

@@ -1,4 +1,4 @@
-"""A transformer as the planner sees it: parameters, operations, activations.
+"""A transformer for the planner: parameters, operations, activations.
 
 The formulas are those of Rajbhandari et al., ZeRO-Infinity (SC'21, arXiv:2104.07857), sections 3 and 4.1.
 """
@@ -12,22 +12,20 @@ BLOCK_FACTOR = 12
 
 
 LINEAR_FACTOR = 18
-"""Inputs and outputs of the linear layers of such a block over hidden size: 4 times 2 of attention, 2 times 5 of the
-feed-forward."""
+"""Inputs and outputs of its linear layers over hidden size: 4 times 2 of attention, 2 times 5 of the feed-forward."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a mixture: feed-forwards of which each token passes through a few. Shared ones, through which all
-    tokens pass, are a part of the block like attention.
+    """The routed experts of a mixture, of which each token uses a few. (Shared ones are a part of the block.)
 
     Attributes:
-        count: of a block that has them.
-        per_token: how many a token passes through in such a block.
-        numel: parameters of one.
+        count: number of experts of a block that has them.
+        per_token: number of experts that a token uses in such a block.
+        numel: parameters of one expert.
         linear_width: inputs and outputs of its linear layers.
-        blocks: the numbers of the blocks that have them.
-        dense_block_numel, dense_linear_width: of a block that has none.
+        blocks: numbers of the blocks that have experts.
+        dense_block_numel, dense_linear_width: values of a block without experts.
     """
 
     count: int
@@ -39,8 +37,8 @@ class Experts:
     dense_linear_width: int = 0
 
     def distinct(self, tokens: int) -> float:
-        """How many of a block's E experts T tokens pass through, expected: E · (1 − (1 − k / E)^T), where each token takes k
-        different ones, all equally likely, whatever the others take."""
+        """Return the expected number of a block's E experts that T tokens use: E · (1 − (1 − k / E)^T). Each token uses
+        k different experts, all equally likely, independent of other tokens."""
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
 
@@ -49,18 +47,18 @@ class Transformer:
     """The shape of a model.
 
     Attributes:
-        layers: its blocks, each a group of its own.
+        layers: number of blocks, each a group of its own.
         hidden: hidden size.
-        heads: of attention.
-        seq: tokens of a sample.
-        vocab: tokens there are.
-        block_numel: parameters of a block; of one that has experts, where there are such.
-        root_numel: parameters outside of the blocks: embeddings, the head, the last norm.
-        linear_width: inputs and outputs of a block's linear layers, of one that has experts again; a GPT's where None.
-        vector_numel: parameters of a block that are in no matrix, as far as they are known: norms and biases.
-        matrices: the shapes of a block's matrices; a GPT's where None.
-        cache_width: numbers that generation keeps of a token in a block, its keys and values; 2 · hidden where None.
-        experts: of a mixture of experts; None for a dense model.
+        heads: attention heads.
+        seq: tokens per sample.
+        vocab: size of the vocabulary.
+        block_numel: parameters of a block; of a block with experts, if there are any.
+        root_numel: parameters outside the blocks: embeddings, the head, the last norm.
+        linear_width: inputs and outputs of a block's linear layers, with experts if there are any; None for a GPT's.
+        vector_numel: known parameters of a block that are in no matrix: norms and biases.
+        matrices: shapes of a block's matrices; None for a GPT's.
+        cache_width: numbers that generation keeps per token and block, its keys and values; None for 2 · hidden.
+        experts: experts of a mixture; None for a dense model.
         tied_numel: parameters of the token embedding, if the head shares them.
     """
 
@@ -80,7 +78,7 @@ class Transformer:
 
     @property
     def block_matrices(self) -> tuple[tuple[int, int], ...]:
-        """The shapes of a block's matrices, experts left out, which are kept as tensors of three dimensions."""
+        """Shapes of a block's matrices, without experts, which are three-dimensional tensors."""
         hidden = self.hidden
         gpt = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
         return gpt if self.matrices is None else self.matrices
@@ -96,7 +94,7 @@ class Transformer:
 
     @property
     def expert_numels(self) -> list[int]:
-        """Those of each block that are in routed experts."""
+        """Parameters of each block that are in routed experts."""
         if (experts := self.experts) is None:
             return [0] * self.layers
         numel = experts.count * experts.numel
@@ -108,15 +106,15 @@ class Transformer:
 
     @property
     def active_numel(self) -> int:
-        """Those that a token passes through: all but the experts that it isn't routed to."""
+        """Parameters that a token uses: all except the experts that it is not routed to."""
         if self.experts is None:
             return self.numel
         idle = self.experts.count - self.experts.per_token
         return self.numel - len(self.experts.blocks) * idle * self.experts.numel
 
     def adapter_numel(self, rank: int) -> int:
-        """Parameters of LoRA's adapters of this rank on all linear layers of the blocks outside of routed experts: rank ·
-        (inputs + outputs) of each layer (Hu et al., arXiv:2106.09685, section 4.1)."""
+        """Return the parameters of LoRA adapters of this rank on all linear layers of the blocks except routed experts.
+        They are rank · (inputs + outputs) of each layer (Hu et al., arXiv:2106.09685, section 4.1)."""
         width = LINEAR_FACTOR * self.hidden if self.linear_width is None else self.linear_width
         if self.experts is None:
             return rank * self.layers * width
@@ -125,48 +123,48 @@ class Transformer:
         return rank * (sparse * width + (self.layers - sparse) * self.experts.dense_linear_width)
 
     def cache_bytes(self, samples: int) -> int:
-        """Keys and values of all tokens of so many samples, in 16 bits."""
+        """Return the bytes of keys and values of all tokens of `samples` samples, in 16 bits."""
         width = 2 * self.hidden if self.cache_width is None else self.cache_width
         return 2 * samples * self.seq * self.layers * width
 
     def flops(self, samples: int, *, checkpointing: bool) -> float:
-        """Floating-point operations of a forward and a backward: 2 and 4 per token and active parameter, and 2 more where the
-        forward is computed again, which makes 8 · bsz · seq · P (section 4.1)."""
+        """Return the floating-point operations of a forward and a backward. 2 and 4 per token and active parameter, and
+        2 more if the forward is recomputed, which makes 8 · bsz · seq · P (section 4.1)."""
         return (8 if checkpointing else 6) * samples * self.seq * self.active_numel
 
     @property
     def muon_flops_per_element(self) -> float:
-        """Floating-point operations of Muon's five Newton-Schulz iterations, per element of a block's matrices: each multiplies
-        an m x n matrix (m <= n) by its transpose, that product by itself, and the sum by the matrix, 4 m^2 n + 2 m^3
-        (Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
+        """Floating-point operations of Muon's five Newton-Schulz iterations, per element of a block's matrices. Each
+        iteration multiplies an m x n matrix (m <= n) by its transpose, that product by itself, and the sum by the
+        matrix: 4 m^2 n + 2 m^3 (Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
         sorted_shapes = [(min(shape), max(shape)) for shape in self.block_matrices]
         iterations = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sorted_shapes)
         return iterations / sum(m * n for m, n in sorted_shapes)
 
     def checkpoint_bytes(self, samples: int) -> int:
-        """Activations kept from forward to backward: 2 · bsz · seq · hd · nl bytes (section 3, a checkpoint per block)."""
+        """Return the bytes of checkpoints, one per block: 2 · bsz · seq · hd · nl (section 3)."""
         return 2 * samples * self.seq * self.hidden * self.layers
 
     def activation_bytes(self, samples: int, blocks: int = 1) -> int:
-        """What `blocks` blocks hold between two checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3)."""
+        """Return the activation bytes between checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3)."""
         return samples * self.seq * blocks * (16 * self.hidden + 2 * self.heads * self.seq)
 
     def saved_bytes(self, samples: int, *, checkpointing: bool) -> int:
-        """What one block saves for its backward: its checkpoint, or all that it holds."""
+        """Return the bytes that one block saves for its backward: its checkpoint, or all of its activations."""
         whole = self.checkpoint_bytes(samples) if checkpointing else self.activation_bytes(samples, self.layers)
         return whole // self.layers
 
     def saved_tensor_bytes(self, samples: int, *, checkpointing: bool) -> int:
-        """The largest tensor of it in 16 bits: a checkpoint, or what the feed-forward is inside."""
+        """Return the bytes of its largest 16-bit tensor: a checkpoint, or the inner activation of the feed-forward."""
         return 2 * samples * self.seq * self.hidden * (1 if checkpointing else 4)
 
     def logits_bytes(self, samples: int) -> int:
-        """The logits and their gradient, in fp32."""
+        """Return the bytes of the logits and their gradient, in fp32."""
         return 8 * samples * self.seq * self.vocab
 
 
 def dense_transformer(*, layers: int, hidden: int, heads: int, seq: int, vocab: int) -> Transformer:
-    """A GPT of this shape: 12 · hd² and the biases and norms a block; token embedding shared with the head, positions."""
+    """Return a GPT of this shape: 12 · hd², biases and norms per block; tied token embedding; positions."""
     vectors = 13 * hidden
     block = BLOCK_FACTOR * hidden * hidden + vectors
     embeddings = vocab * hidden, (seq + 2) * hidden
@@ -176,11 +174,11 @@ def dense_transformer(*, layers: int, hidden: int, heads: int, seq: int, vocab: 
 
 
 def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:
-    """A transformer of just `numel` parameters, shaped like those that are trained at its size.
+    """Return a transformer of exactly `numel` parameters, with the usual shape of its size.
 
-    The hidden size is a multiple of 64, and 64 times the layers at 40 M parameters, about 110 times at 7 B and 200 times at
-    1 T, as in the models of ZeRO-Infinity and their like. The embedding takes a tenth of the parameters at most.
-    Raises ValueError for a number that makes no transformer.
+    The hidden size is a multiple of 64. It is 64 times the layers at 40 M parameters, about 110 times at 7 B and 200
+    times at 1 T, as in ZeRO-Infinity. The embedding has at most a tenth of the parameters. Raises ValueError if `numel`
+    is too small.
     """
     slimness = 64 * (numel / 40e6) ** 0.11
     exact = (slimness * numel / BLOCK_FACTOR) ** (1 / 3)
@@ -188,13 +186,15 @@ def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:
     vocab = max(1, min(vocab, numel // 10 // hidden))
     layers = round((numel - vocab * hidden) / (BLOCK_FACTOR * hidden * hidden))
     if layers < 1:
-        raise ValueError(f"{numel} parameters make no transformer: give at least 1M, or layers and hidden size")
+        raise ValueError(
+            f"{numel} parameters are too few for a transformer: give 1M or more, or layers and hidden size"
+        )
     block = (numel - vocab * hidden) // layers
     root = numel - layers * block
     return Transformer(layers, hidden, hidden // 64, seq, vocab, block, root, tied_numel=vocab * hidden)
 
 
 def heads_for(hidden: int) -> int:
-    """As many heads as is usual: 128 wide from a hidden size of 2048 on, else 64; one where neither divides it."""
+    """Return the usual number of heads: 128 wide from a hidden size of 2048 on, else 64; one if neither divides it."""
     width = 128 if hidden >= 2048 else 64
     return hidden // width if hidden % width == 0 else 1

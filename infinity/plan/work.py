@@ -1,4 +1,4 @@
-"""What one rank does in a step: the model, its samples, and how they pass through its groups. Nothing of a machine."""
+"""The work of one rank in a step: the model, its samples, and how they pass through its groups."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from infinity.units import align_up
 DEFAULT_SCHEME = Scheme()
 
 ROOT = 0
-"""The number of the root among the groups. It is gathered first, and stays gathered from forward to backward."""
+"""Number of the root among the groups. It is gathered first, and stays gathered from forward to backward."""
 
 
 def moments_of(optimizer: str, model: Transformer) -> float:
-    """Numbers that an optimizer keeps of a parameter beside its master, on average: Muon one of a matrix of a block, and
-    AdamW's two of all else."""
+    """Return the average number of moments per parameter: Muon has one in a block's matrices, AdamW's two elsewhere."""
     if optimizer == "Muon":
         return ADAM_MOMENTS - sum(Work(model).group_matrix_numels) / model.numel
     return {"AdamW": ADAM_MOMENTS, "Adam": ADAM_MOMENTS, "SGD": 1, "plain-SGD": 0}[optimizer]
@@ -35,28 +34,30 @@ def moments_of(optimizer: str, model: Transformer) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a step.
+    """The work of one rank in a step.
 
     Attributes:
         model: the whole model.
-        ranks: over which it is sharded.
-        samples: of one micro-batch of one rank.
-        micro_batches: per step.
-        micro_batches_at_once: how many of them pass through a group before the next group, as infinity.micro_batches_at_once.
-            A divisor of `micro_batches`: all is the vertical schedule, one the horizontal.
-        checkpointing: whether activations are kept at the blocks' borders only, and computed again.
-        groups_per_block: into how many groups of its own the parts of a block are wrapped.
-        clipping: whether the norm of all gradients is taken, and they are scaled by it.
-        scheme: of state on NVMe.
-        gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe. None: all fit.
+        ranks: number of ranks over which it is sharded.
+        samples: samples of one micro-batch of one rank.
+        micro_batches: micro-batches per step.
+        micro_batches_at_once: micro-batches that pass through a group before the next group, as
+            infinity.micro_batches_at_once. A divisor of `micro_batches`: all is the vertical schedule, one the
+            horizontal.
+        checkpointing: True if activations are kept only between blocks, and recomputed.
+        groups_per_block: number of groups into which the parts of a block are wrapped.
+        clipping: True if the norm of all gradients is computed, and they are scaled by it.
+        scheme: scheme of state on NVMe.
+        gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe. None: all
+        fit.
         activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
             infinity.offload_activations.
         activation_host_bytes_max: host memory for those with "cpu"; the others stay on the device. None: all go there.
-        activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
-        durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
-        muon: whether Muon updates the matrices of the blocks, and AdamW all else; see `moments_of`.
-        unasked: whether nobody wished for speculative updates. They are planned where they have an effect, make no step longer,
-            and leave as much space free as their second slots take; else updates are in the forward.
+        activation_buffer_bytes_max: pinned buffer for those on NVMe; None for as much as they need.
+        durable: True if every step is committed: state on NVMe then has two slots, and all of it must be there.
+        muon: True if Muon updates the matrices of the blocks, and AdamW all other parameters; see `moments_of`.
+        unasked: True if speculative updates are a default, not requested. They are planned if they have an effect, make
+            no step longer, and leave as much space free as their second slots take; else updates are in the forward.
     """
 
     model: Transformer
@@ -82,7 +83,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Forwards of a step."""
+        """Number of forwards of a step."""
         return self.micro_batches // self.micro_batches_at_once
 
     @property
@@ -97,23 +98,23 @@ class Work:
 
     @property
     def group_expert_numels(self) -> list[int]:
-        """Those of each group that are in routed experts, spread evenly over the groups of a block."""
+        """Parameters of each group in routed experts, spread evenly over the groups of a block."""
         return [0, *self._by_group(self.model.expert_numels)]
 
     @property
     def group_vector_numels(self) -> list[int]:
-        """Those of each group that are in no matrix of a block; all of the root's."""
+        """Parameters of each group that are in no matrix of a block; all of the root's."""
         return [self.model.root_numel, *self._by_group([self.model.vector_numel] * self.model.layers)]
 
     @property
     def group_matrix_numels(self) -> list[int]:
-        """Parameters of each group in matrices of a block, experts left out."""
+        """Parameters of each group in matrices of a block, without experts."""
         parts = zip(self.group_numels, self.group_vector_numels, self.group_expert_numels, strict=True)
         return [numel - vectors - experts for numel, vectors, experts in parts]
 
     @property
     def group_active_numels(self) -> list[int]:
-        """Those of each group that a token passes through."""
+        """Parameters of each group that a token uses."""
         experts = self.model.experts
         if experts is None:
             return self.group_numels
@@ -136,14 +137,14 @@ class Work:
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a gradient that waits for the update of a group on NVMe."""
+        """Bytes per element of a gradient that waits for the update of a group on NVMe."""
         return gradient_itemsize(
             ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
 
     def left_to_forward(self, strategy: Strategy) -> list[int]:
-        """By group: elements that are updated before their next forward where others are updated in the backward. With
-        speculative updates these are sub-groups, a part of every group."""
+        """Return, by group, the elements updated before their next forward while others are updated in the backward.
+        With speculative updates these are sub-groups, a part of every group."""
         balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
         if not balanced or self.scheme.collective or not strategy.uses_nvme:
             return [0] * len(self.group_shards)
@@ -152,13 +153,13 @@ class Work:
         return [shard if is_left_to_forward(number) else 0 for number, shard in enumerate(self.group_shards)]
 
     def gradients_that_wait(self, strategy: Strategy) -> int:
-        """Elements of gradients that are kept until the step."""
+        """Return the number of gradient elements kept until the step."""
         if strategy.all_gradients_wait(self.scheme):
             return self.shard_numel
         return sum(self.left_to_forward(strategy))
 
     def gradients_that_spill(self, strategy: Strategy) -> list[int]:
-        """By group: bytes of gradients that wait on NVMe."""
+        """Return, by group, the bytes of gradients that wait on NVMe."""
         shards = self.group_shards
         if strategy.parameters != "nvme" or not strategy.all_gradients_wait(self.scheme):
             return [0] * len(shards)
@@ -168,16 +169,15 @@ class Work:
 
     @property
     def saved_bytes(self) -> list[int]:
-        """By group: what a pass saves for the backward, the logits aside. In the last block each micro-batch goes forward and
-        back before the next one comes, so that one alone saves something there."""
+        """Bytes that a pass saves for the backward, without the logits, by group. In the last block each micro-batch
+        goes forward and back before the next one, so only one saves activations there."""
         of_block = self.model.saved_bytes(self.samples, checkpointing=self.checkpointing) // self.groups_per_block
         parts = self.groups_per_block
         before = [self.micro_batches_at_once * of_block] * (len(self.group_numels) - 1 - parts)
         return [0, *before, *[of_block] * parts]
 
     def saved_elsewhere(self, *, device_is_host: bool) -> list[int]:
-        """By group: what of that leaves the device; what is saved first goes first. Host memory is no other place where the CPU
-        is the device."""
+        """Return, by group, the saved bytes that leave the device, first saved first (none to a CPU's host memory)."""
         if self.activations == "none" or (self.activations == "cpu" and device_is_host):
             return [0] * len(self.saved_bytes)
         if self.activations == "nvme" or self.activation_host_bytes_max is None:
@@ -188,23 +188,23 @@ class Work:
 
     @property
     def between_groups_bytes(self) -> int:
-        """Hidden states of the micro-batches that wait for their turn in the next group, or the gradients of these; on the
-        device, for all but the one that computes."""
+        """Hidden states of the micro-batches that wait for their turn in the next group, or the gradients of these.
+        They are on the device, for all micro-batches except the computing one."""
         return 2 * (self.micro_batches_at_once - 1) * self.samples * self.model.seq * self.model.hidden
 
     @property
     def head_gradient_bytes(self) -> int:
-        """Gradients of a head that is tied to the embedding. Those of each micro-batch but one wait for the embedding's."""
+        """Gradients of a head that is tied to the embedding; all but one micro-batch's wait for the embedding's."""
         return COMPUTE_BYTES * (self.micro_batches_at_once - 1) * self.model.tied_numel
 
     @property
     def saved_tensor_bytes(self) -> int:
-        """The largest tensor of it."""
+        """Bytes of the largest saved tensor."""
         return self.model.saved_tensor_bytes(self.samples, checkpointing=self.checkpointing)
 
     @property
     def activation_buffer_bytes(self) -> int:
-        """Pinned memory through which saved activations pass to NVMe."""
+        """Bytes of the pinned buffer for saved activations on NVMe."""
         if self.activations != "nvme":
             return 0
         least = max(BUFFER_BYTES_DEFAULT, align_up(BUFFER_SHARES * self.saved_tensor_bytes))
@@ -212,7 +212,7 @@ class Work:
 
     @property
     def saved_on_drive(self) -> list[int]:
-        """By group: what a pass writes to the drive of it and reads again; the rest stays in the buffer."""
+        """Saved bytes that a pass writes to the drive and reads back, by group; the others stay in the buffer."""
         tensor = self.saved_tensor_bytes
         cut = [
             (group, min(tensor, nbytes - at))
@@ -228,10 +228,10 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.ranks * self.samples * self.micro_batches * self.model.seq
 
     @property
     def flops(self) -> float:
-        """Of a step on one rank."""
+        """Floating-point operations of a step on one rank."""
         return self.passes * self.model.flops(self.samples_at_once, checkpointing=self.checkpointing)

@@ -112,7 +112,7 @@ def test_auto_is_ahead_of_the_step_where_that_leaves_as_much_space_as_it_takes(
     assert ("updated in the forward: in the backward it would" in capsys.readouterr().out) == (update == "forward")
     if drive_gb == "20":
         plan(*asked, "--update", "backward")
-        assert "stage 3, all on NVMe: does not fit, NVMe: 19.56 GiB needed of the 18.63 GiB" in capsys.readouterr().out
+        assert "stage 3, all on NVMe: does not fit, NVMe: 19.56 GiB needed, 18.63 GiB usable" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -368,7 +368,7 @@ def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "1B", "--layers", "2", "--hidden", "64", "--preset", "laptop"], "describe the model once"),
         (["--layers", "2", "--preset", "laptop"], "--layers and --hidden go together"),
         (["--layers", "2", "--hidden", "100", "--heads", "3", "--preset", "laptop"], "--heads 3 does not divide"),
-        (["--params", "5", "--preset", "laptop"], "make no transformer"),
+        (["--params", "5", "--preset", "laptop"], "too few for a transformer"),
         (["--params", "1B"], "--tflops, --host-memory, --host-bandwidth, --gpu-memory"),
         (["--params", "1B", "--cpu", "--tflops", "1"], "--host-memory, --host-bandwidth lack"),
         (["--params", "1B", "--preset", "cray"], "there is no such preset, but dgx-h100"),

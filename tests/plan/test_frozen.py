@@ -295,12 +295,12 @@ def test_each_tier_s_users_are_named() -> None:
     ("work", "machine", "memory", "reasons"),
     [
         (Work(MADE_1B), replace(SMALL_MACHINE, drive=None), {}, ("NVMe: the machine has no drive",) * 2),
-        (Work(MADE_1B), SMALL_MACHINE, {"pinned_bytes": 100 * MIB}, ("pinned pool: 100.00 MiB, and the groups",) * 2),
+        (Work(MADE_1B), SMALL_MACHINE, {"pinned_bytes": 100 * MIB}, ("pinned pool: 100.00 MiB is too small",) * 2),
         (Work(MADE_1B), replace(SMALL_MACHINE, host_bytes=GIB), {}, ("host memory: ",) * 2),
         (Work(MADE_1B), replace(ON_A_GPU, device_bytes=GIB), {}, ("GPU memory: ",) * 2),
-        (Work(MADE_1B), replace(SMALL_MACHINE, drive_bytes=10**9), {}, ("NVMe: 1.87 GiB needed of the",) * 2),
+        (Work(MADE_1B), replace(SMALL_MACHINE, drive_bytes=10**9), {}, ("NVMe: 1.87 GiB needed",) * 2),
         (Work(MADE_1B, durable=True), SMALL_MACHINE, {}, ("durability: ", "")),
-        (Work(MADE_1B, activations="nvme"), SMALL_MACHINE, {}, ("saved activations: to NVMe they would be", "")),
+        (Work(MADE_1B, activations="nvme"), SMALL_MACHINE, {}, ("saved activations: NVMe would be", "")),
     ],
 )
 def test_the_reason_why_it_does_not_fit_is_given(

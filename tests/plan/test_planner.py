@@ -465,13 +465,13 @@ def test_on_a_cpu_all_that_is_not_on_nvme_is_in_host_memory() -> None:
 def test_what_does_not_fit_says_which_memory_and_by_how_much() -> None:
     plan = plan_step(work_of(7 * B), CPU, STRATEGIES[0])
     assert plan.reasons[0].startswith("host memory: ")
-    assert "of the 14.16 GiB that a node can give" in plan.reasons[0]
+    assert "needed, 14.16 GiB usable on a node" in plan.reasons[0]
 
 
 def test_free_space_counts_and_capacity_wears() -> None:
     crowded = replace(CPU, drive_free_bytes=B)
     plan = plan_step(work_of(B), crowded, ALL_NVME, cache_bytes=0)
-    assert any(reason.startswith("NVMe: 11.18 GiB needed of the 953.67 MiB") for reason in plan.reasons)
+    assert any(reason.startswith("NVMe: 11.18 GiB needed, 953.67 MiB usable") for reason in plan.reasons)
     daily = plan.drive_writes_per_day
     assert daily is not None
     assert daily == pytest.approx(12 * B * 86_400 / plan.step_seconds / (1000 * B), rel=1e-3)
@@ -633,4 +633,4 @@ def test_what_can_not_pass_does_not_fit_and_says_why() -> None:
     small = replace(work, activation_buffer_bytes_max=3 * work.saved_tensor_bytes)
     assert any("their buffer has" in reason for reason in plan_step(small, NODE, ALL_NVME).reasons)
     no_drives = plan_step(work, NODE, Strategy("stage 3", 3))
-    assert any("only where parameters or optimizer state rest there" in reason for reason in no_drives.reasons)
+    assert any("only if parameters or optimizer state are" in reason for reason in no_drives.reasons)

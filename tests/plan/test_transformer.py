@@ -37,7 +37,7 @@ def test_the_shape_is_about_that_of_models_of_its_size(numel: int, layers: int, 
 
 
 def test_too_few_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match="make no transformer"):
+    with pytest.raises(ValueError, match="too few for a transformer"):
         transformer_of(100, seq=128, vocab=256)
 
 
