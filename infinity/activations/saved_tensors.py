@@ -8,12 +8,11 @@ A tensor moves if it is large, floating-point, fills its storage (a view of a pa
 parameter (FSDP2 frees and refills those). A tensor that several operations save moves once and comes back once. When
 one is fetched, those saved before it are prefetched.
 
-A tensor is forgotten when autograd drops it: after its backward, or when a graph is dropped without one (an unused
-loss, an exception). Python may report this at any time on any thread, so it is only recorded. The space is freed at the
-next save, fetch or close.
+A tensor is forgotten when autograd drops it: after its backward, or with its graph (an unused loss, an exception).
+Python may report this at any time on any thread; the space is freed at the next save, fetch or close.
 
-An exception may interrupt this code at any line. The state is then unknown: `recover` forgets all saved tensors, and a
-backward that asks for one raises.
+An exception may interrupt this code at any line. Then `recover` forgets all saved tensors, and a backward of them
+raises.
 
 With activation checkpointing a forward saves the inputs of checkpointed blocks, and those move. Tensors that the
 recomputation saves do not move, because they are used at once.
@@ -75,11 +74,7 @@ def make_activations(
 
 @dataclass(eq=False)
 class _Entry:
-    """A tensor that was moved.
-
-    `handles`: number of autograd's saved tensors that it stands for. `asked`: number of these fetched since it came
-    back.
-    """
+    """A tensor that was moved. `handles`: number of autograd's references to it; `asked`: those fetched again."""
 
     number: int
     item: Any

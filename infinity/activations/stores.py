@@ -135,8 +135,8 @@ class _InArena:
 class ArenaActivationStore:
     """The arena, through a part of the pinned pool: items are copied there, written, and read before use.
 
-    A share of the part keeps the newest items, which are needed first, so these use no drive. Extents are reused: see
-    [Note: The most that was taken] in store/arena.py.
+    A share of the part keeps the newest items, which are needed first and use no drive. Extents are reused: [Note: The
+    most that was taken].
     """
 
     def __init__(self, stager: Stager, part: PoolPart, arena: Arena) -> None:

@@ -17,11 +17,8 @@ from infinity.units import align_up, format_bytes
 
 
 class FreeRanges:
-    """First-fit allocator over [0, nbytes): offsets and lengths only, no memory.
-
-    Keeps the free ranges sorted by offset and merges neighbours at once, so that free ranges never touch. `grow` adds
-    more.
-    """
+    """First-fit allocator over [0, nbytes): offsets and lengths only, no memory. Keeps the free ranges sorted by offset
+    and merges neighbours at once, so that free ranges never touch. `grow` adds more."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -161,10 +158,8 @@ class Lender:
         return Lease(self, self._start + offset, size)
 
     def reclaim(self, keep: Iterable[Lease]) -> None:
-        """Take back all leases except `keep`, after an exception that may have lost some.
-
-        No transfer may use the others, which may not be used or given back afterwards.
-        """
+        """Take back all leases except `keep`, after an exception that may have lost some. No transfer may use the
+        others, which may not be used or given back afterwards."""
         self._ranges.reset((lease.offset - self._start, lease.nbytes) for lease in keep)
 
 

@@ -7,9 +7,9 @@ Copies from the device mostly have the same sizes in every step. Then each buffe
 to 4 KiB, never to a power of two), and no slab is allocated after the first step.
 
 If sizes vary, a slab serves any buffer that fits, but no buffer can span two slabs. So idle slabs are merged. A buffer
-that fits nowhere replaces them by one slab, as large as all of them or as itself, whichever is larger. As soon as
-nothing is lent, one slab replaces all, as large as the most that was ever lent at once. Buffers that are lent and
-returned like a stack then always fit.
+that fits nowhere replaces them by one slab of their total size, or of its own if larger. As soon as nothing is lent,
+one slab of the most that was ever lent at once replaces all. Buffers that are lent and returned like a stack then
+always fit.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@
 Used by the training thread and, for it, by autograd's threads.
 
 [Note: Addresses stay, pages move]
-Autograd saves views of a gathered parameter in the forward, and reads the backward's gather through them. So the
-address of a gathered parameter never changes. FSDP2 allocates memory at each gather and frees it afterwards; the kernel
-then clears each page again, which takes longer than copying the elements. Here each parameter has a permanent range of
-addresses, with pages only while it is gathered. mremap moves pages there from freed tensors, the longest free first. It
-clears nothing, and the pages may be huge. The number of mapped pages is the most that was ever needed at once, in any
-order of the tensors.
+Autograd saves views of a gathered parameter in the forward, and reads the backward's gather through them, so its
+address never changes. FSDP2 allocates memory at each gather and frees it afterwards; the kernel then clears each page
+again, which takes longer than copying the elements. Here each parameter has a permanent range of addresses, with pages
+only while it is gathered. mremap moves pages there from freed tensors, the longest free first. It clears nothing, and
+the pages may be huge. Only as many pages are mapped as were ever needed at once.
 
-Gradients that wait are lent memory here too. They need most when a backward ends and little is gathered, so both share
-pages.
+Gradients that wait are lent memory here too: they need most when a backward ends and little is gathered.
 
 Pages mapped together may later be in several mappings, and before Linux 6.17 one call moves pages of one mapping only.
 So units of 2 MiB move one at a time if the kernel refuses to move all at once. If ranges are not available (no mremap,
@@ -102,10 +100,7 @@ class ReusedMemory:
         return tensor
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor, lent until the tensor itself is dropped, whatever its views.
-
-        Raises OSError if there is no memory.
-        """
+        """Return an uninitialised 1-D tensor, lent until it is dropped. Raises OSError if there is no memory."""
         if self._returned:
             self._take_back()
         idle = self._idle.setdefault((numel, dtype), {})
@@ -169,10 +164,7 @@ class ReusedMemory:
             self._returned.popleft()
 
     def _move_to(self, address: int, count: int) -> int:
-        """Move pages of the longest-freed range to up to `count` units, and return their number.
-
-        Without such pages, the first use of the units maps new ones.
-        """
+        """Move pages of the longest-freed range to up to `count` units; return how many, or `count` without any."""
         while self._free:
             source = next(iter(self._free))
             if not source.present:

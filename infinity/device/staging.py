@@ -1,7 +1,7 @@
 """Copies between pinned host memory and the compute device: the protocol, and the CPU.
 
-A CPU uses staged bytes in place. A device with its own memory gets copies: see streams.py. Called by the training
-thread, which in a backward on CUDA is autograd's.
+A CPU uses staged bytes in place; other devices get copies (streams.py). Training thread, or autograd's in CUDA's
+backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device with its own memory: the order of copies, in terms of streams, events and memory.
 
-Owns one stream per direction and decides the order of all work on them. The runtime makes streams, events and copies
-(cuda.py; in tests a fake that checks the order).
+Owns one stream per direction and orders all work on them. Streams, events and copies are in cuda.py; tests use a fake
+runtime.
 
 [Note: The order of copies]
     H2D            Memory is allocated on the H2D stream. No other stream writes to it, so a copy into it waits for no

@@ -1,5 +1,4 @@
-"""Chooses the I/O settings: from the config, else the drive's profile (measured rates and best settings, in a file on
-the drive), else the limits of its queue."""
+"""Chooses I/O settings: from the config, else the drive's profile (a file on it), else the limits of its queue."""
 
 from __future__ import annotations
 
@@ -109,11 +108,8 @@ IN_FLIGHT_BYTES = 32 * MIB
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """The chosen I/O settings.
-
-    bandwidths: as for `SwapManager`. notes: messages about the drives and the source of the settings. warnings:
-    messages about drives that are unsuitable for training.
-    """
+    """The chosen I/O settings. bandwidths: as for `SwapManager`. notes: messages about the drives and the source of the
+    settings. warnings: messages about drives that are unsuitable for training."""
 
     io: IoSettings
     bandwidths: tuple[float, ...] | None

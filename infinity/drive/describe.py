@@ -46,10 +46,7 @@ _IDENTITIES = ("wwid", "device/wwid", "device/serial", "serial")
 
 @dataclass(frozen=True)
 class Queue:
-    """Limits of one block queue, named as in /sys/block/*/queue and documented by the kernel.
-
-    max_segments: scattered 4 KiB pages end a request at this number.
-    """
+    """Limits of one block queue, with the kernel's names. Scattered 4 KiB pages end a request at max_segments."""
 
     max_sectors_kb: int | None = None
     max_hw_sectors_kb: int | None = None
@@ -67,9 +64,8 @@ class Queue:
 class Disk:
     """One whole disk.
 
-    name: the kernel's name, such as "nvme0n1". identity: the serial number or world-wide name, which is stable when the
-    name changes. transport: "nvme", "nvme-tcp", "virtio", "sata", "sas", "usb", "loop", ... rotational: unreliable for
-    virtual disks.
+    name: as "nvme0n1". identity: the stable serial number or world-wide name. transport: "nvme", "nvme-tcp", "virtio",
+    "sata", "sas", "usb", "loop", ... rotational: unreliable for virtual disks.
     """
 
     name: str
@@ -101,10 +97,9 @@ class Drive:
     """The drive under a path.
 
     path: with symbolic links resolved. mount_point, file_system ("ext4"), source ("/dev/nvme0n1p2", "server:/export"),
-    mount_options: of its mount. device: the file system's block device, such as "nvme0n1p2" or "dm-0"; None if unknown,
-    as for network and memory file systems. layers: layers between it and the disks, such as "dm-0 (LVM data-swap)" or
-    "md0 (raid0)". disks: the whole disks at the bottom. queue: limits of the first queue that a request of the file
-    system reaches.
+    mount_options: of its mount. device: the file system's block device, such as "nvme0n1p2" or "dm-0"; None if unknown.
+    layers: between it and the disks, such as "dm-0 (LVM data-swap)" or "md0 (raid0)". disks: the whole disks at the
+    bottom. queue: limits of the first queue that a request reaches.
     """
 
     path: str

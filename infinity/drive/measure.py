@@ -28,8 +28,7 @@ from infinity.units import GIB, MIB, format_bytes
 POOL_BYTES = 512 * MIB
 FILE_BYTES_MIN = 16 * MIB
 _LEASES = 8
-"""Number of leases in the pool; a transfer moves at most one. Large, so that Python has little work; small enough that
-a slow drive ends in time."""
+"""Leases in the pool, each at least a transfer: few, to spare Python; enough for a slow drive to end in time."""
 
 MIX_MODES = ("interleaved", "bursts")
 """Ways in which the engine mixes reads and writes."""
@@ -127,9 +126,8 @@ class DriveTest:
         pool_bytes: maximum of pinned memory; never more than the size of the file.
 
     Call `fill` before the first trial: reserved space reads as zeros without touching the drive, and the file system
-    converts it on the first write. The file has no name, so its space is freed however the process ends ([Note: Leaving
-    nothing behind] in store/run_folder.py). Raises StoreError for missing permissions or space, ValueError for a file
-    that is too small.
+    converts it on the first write. The file has no name ([Note: Leaving nothing behind] in store/run_folder.py). Raises
+    StoreError for missing permissions or space, ValueError for a file that is too small.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, nbytes: int, pool_bytes: int = POOL_BYTES) -> None:
@@ -220,19 +218,14 @@ class DriveTest:
         return engine
 
     def _transfer_bytes(self, settings: IoSettings) -> int:
-        """Return the bytes per transfer: a power of two that divides the file, near the bytes in flight.
-
-        At most a lease. Small if little is in flight, because a trial ends only when all queued bytes have moved.
-        """
+        """Return the bytes per transfer: a power of two that divides the file, near the bytes in flight. At most a
+        lease. Small if little is in flight, because a trial ends only when all queued bytes have moved."""
         wanted = max(_TRANSFER_BYTES_MIN, settings.block_bytes, settings.in_flight_bytes)
         return min(1 << (wanted - 1).bit_length(), self.chunk_bytes)
 
     def _slots(self, workload: Workload, settings: IoSettings, transfer_bytes: int) -> int:
-        """Return the number of turns to keep in the engine.
-
-        They are those in flight, one being cut into blocks, and one until Python has woken up. A mixed load has one
-        more, so that in bursts both kinds are always waiting.
-        """
+        """Return the number of turns to keep in the engine. They are those in flight, one being cut into blocks, and
+        one until Python has woken up. A mixed load has one more, so that in bursts both kinds are always waiting."""
         ways = 2 if workload is Workload.MIXED else 1
         wanted = -(-settings.in_flight_bytes // (transfer_bytes * ways)) + 1 + ways
         return min(wanted, _LEASES // ways)

@@ -80,19 +80,16 @@ def is_copy(name: str) -> bool:
 
 @dataclass(frozen=True)
 class LeftToModel:
-    """First names of parameters that files of the base model do not set: `drawn` are initialised here, `have_values`
-    already have values."""
+    """First names of parameters that files of the base model do not set: to initialise (`drawn`), or with values."""
 
     drawn: frozenset[str] = frozenset()
     have_values: frozenset[str] = frozenset()
 
 
 def left_to_model(model: nn.Module, stored: Collection[str], blank: Collection[str]) -> LeftToModel:
-    """Return the parameters of a PEFT model, or of a model around one, that the files do not set.
+    """Return the parameters of a PEFT model, or of a model around one, that files with the names `stored` do not set.
 
-    These are the adapters, copies that have values, and parameters with values outside the PEFT model.
-
-    stored: names in the files. blank: first names of parameters without values.
+    blank: first names of parameters without values.
     """
     if not models_with_adapters(model):
         return LeftToModel()

@@ -1,18 +1,16 @@
 """Reused host memory for FSDP2's collectives on a CPU. Any thread.
 
 [Note: Reused buffers]
-glibc maps new memory for each large buffer and unmaps it when the buffer is dropped; the kernel clears every page
-on first touch. For 200 M parameters the fp32 reduction buffers of a step are 1.6 GB: 400 000 minor faults,
-more time than the copies into them. So buffers are lent from here and return when the last tensor over them is dropped.
-No caller has to return one. An exception at any line cannot cause a double loan, because the interrupted objects are
-simply garbage.
+glibc maps new memory for each large buffer and unmaps it when the buffer is dropped; the kernel clears every page on
+first touch. For 200 M parameters the fp32 reduction buffers of a step are 1.6 GB: 400 000 minor faults, more time than
+the copies into them. So buffers are lent from here and return by themselves when the last tensor over them is dropped.
+An exception at any line cannot cause a double loan, because the interrupted objects are simply garbage.
 
 gloo's thread drops its tensors some time after the collective has returned: milliseconds on an idle machine, longer on
 a busy one. To get the blocks back in time, a collective works on unlent tensors over the same memory. After a failed
 collective its blocks are never lent again, because gloo may still be writing to them.
 
-On one rank FSDP2 copies a reduction's input to its output. It gets the same tensor for both, and torch's copy of a
-tensor to itself does nothing.
+On one rank a reduction copies its input to its output. It gets the same tensor for both, and torch then copies nothing.
 """
 
 from __future__ import annotations

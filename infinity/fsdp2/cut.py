@@ -17,8 +17,7 @@ from infinity.fsdp2.running_group import grad_tensors
 class Cut:
     """A cut at the inputs of a group for one micro-batch: the backward from its loss ends there; `remaining` continues.
 
-    The gradients kept at the cut are the sums that autograd would have had there, in the same order. So the bits equal
-    those of one backward.
+    The gradients kept at the cut are the sums of one backward there, in the same order, so the bits are the same.
     """
 
     def __init__(self) -> None:
@@ -28,10 +27,7 @@ class Cut:
         """Sequence number of autograd's last node before the cut."""
 
     def apply(self, inputs: Any) -> Any:
-        """Return the same inputs, detached so that the backward stops at them.
-
-        Raises ValueError if they hold a tensor with a gradient that can't be replaced.
-        """
+        """Return the same inputs, where the backward stops. Raises ValueError if a tensor in them can't be replaced."""
         cut: dict[int, torch.Tensor] = {}
 
         def replaced(value: Any) -> Any:
@@ -99,8 +95,7 @@ class Remaining:
 class Joined(torch.autograd.Function):
     """A loss of several micro-batches: `apply(remaining, loss, last, *inputs)`.
 
-    Its value is `loss`. Its backward continues in `last`, the loss of the last micro-batch, and in the inputs at the
-    cuts of the others.
+    Its value is `loss`. Its backward continues in `last`, the last micro-batch's loss, and at the cuts of the others.
     """
 
     @staticmethod

@@ -1,7 +1,6 @@
 """Base class of tensors whose elements are not in their own storage.
 
-Most of torch goes through the dispatcher, which each subclass handles. The functions here bypass the dispatcher and
-would read the empty storage.
+Most of torch goes through the dispatcher, which each subclass handles. The functions here would read the empty storage.
 """
 
 from __future__ import annotations

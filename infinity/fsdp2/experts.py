@@ -3,12 +3,11 @@
 transformers is never imported; its modules are recognised by their attributes.
 
 [Note: Routed experts]
-Hugging Face stores the experts of a block as two tensors with one row per expert. Gathered with
-their block, all experts would be read, although a router sends each token to a few. So frozen experts are split: each
-is a module and a group. After the router has chosen, the block announces the experts that have tokens. All of these are
-read at once, and each is gathered when it runs. No earlier prediction is possible, so experts are in no trace and are
-not prefetched before their router. Used experts stay staged in the free part of the pool; the least recently used is
-evicted first.
+Hugging Face stores the experts of a block as two tensors with one row per expert. Gathered with their block, all
+experts would be read, although a router sends each token to a few. So frozen experts are split: each is a module and a
+group. After the router has chosen, the block announces the experts that have tokens. All of these are read at once, and
+each is gathered when it runs. Experts can't be predicted, so they are in no trace and are not prefetched before their
+router. Used experts stay staged in the free part of the pool; the least recently used is evicted first.
 
 Ranks gather together, so each rank runs every expert that has a token on any of them, some with no tokens.
 
@@ -99,8 +98,7 @@ def split_experts(model: nn.Module, stored: Collection[str]) -> int:
     """Replace frozen experts that share one tensor by `RoutedExperts`, and return the number of blocks changed.
 
     stored: names in the model's files, which must store experts separately. A model that trains more than adapters is
-    left unchanged, because its own tensors are saved under their names. Raises ConfigError if experts have adapters,
-    which need the shared tensor.
+    left as it is, because its tensors are saved under their names. Raises ConfigError if experts have adapters.
     """
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     of_model = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]

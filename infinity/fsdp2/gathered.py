@@ -27,8 +27,8 @@ def remember_sharded(model: nn.Module) -> None:
 class Init:
     """A context that builds modules without memory for their parameters; buffers are allocated.
 
-    `infinity.initialize` sets the values later, module by module, by `_init_weights` or `reset_parameters`, or from
-    `weights=...`. Changes that a constructor makes to parameters of its parts have no effect, as in DeepSpeed without
+    `infinity.initialize` sets the values later, by each module's `_init_weights` or `reset_parameters`, or from
+    `weights=...`. A constructor's changes to parameters of its parts have no effect, as in DeepSpeed without
     GatheredParameters.
 
     Args:

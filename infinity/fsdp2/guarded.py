@@ -9,18 +9,16 @@ They change FSDP2 at the points below and nowhere else. Uses private parts of FS
   * After a forward without gradients the root stays gathered, and writes to the parameters that the model shows are
     lost. So a group is released after each forward without gradients.
   * A write to a gathered parameter (under `no_grad`, through `.data`, by `Embedding(max_norm=...)`) is lost; plain
-    PyTorch keeps it. So each parameter's version counter is compared, and a write raises. `.data` of a gathered
-    parameter shares the counter: see `GatheredParameter`.
-  * Gradient hooks (`register_hook`) of a parameter are not called, because autograd sees only the gathered one. So they
-    are called here. (FSDP2 calls those of `register_post_accumulate_grad_hook`.)
-  * An input that no loss depends on gets a gradient of zeros; plain PyTorch has none. The optimizer would then decay
-    the weights that produced it. So on one rank it gets none. (Several ranks do not know if a gradient is missing on
-    all of them.)
+    PyTorch keeps it. So version counters are compared, and a write raises. `.data` shares the counter: see
+    `GatheredParameter`.
+  * Gradient hooks (`register_hook`) of a parameter are not called, because autograd sees only the gathered one: done
+    here.
+  * An input that no loss depends on gets a gradient of zeros; plain PyTorch has none. The optimizer would decay the
+    weights behind it. So on one rank it gets none. (Several ranks do not know if it is missing on all of them.)
   * On one rank a reduction only copies gradients into an fp32 buffer, twice the size of 16-bit gradients. So
     `take_unreduced` is called first, and can use gradients where autograd left them.
-  * A group that runs twice in one backward, as with reentrant checkpoints, is reduced once, and later gradients stay
-    unreduced until the next step. So its state is reset after each reduction, and the end of the backward reduces the
-    remainder.
+  * A group that runs twice in one backward (reentrant checkpoints) is reduced once; later gradients stay unreduced
+    until the next step. So each reduction resets its state, and the end of the backward reduces the remainder.
 """
 
 from __future__ import annotations
@@ -47,9 +45,8 @@ from infinity.fsdp2.private import (
 )
 
 TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
-"""Called on a single CPU rank before a reduction that would only copy gradients. Arguments: the sharded parameters and
-their gradients, in the parameters' shapes, read-only. Returns the parameters whose gradients it took; FSDP2 reduces the
-others."""
+"""Called on a single CPU rank before a reduction that would only copy gradients, with these (read-only, in the
+parameters' shapes) by sharded parameter. Returns the parameters whose gradients it took; FSDP2 reduces the others."""
 
 
 def guard(model: nn.Module, memory: ReusedMemory) -> None:

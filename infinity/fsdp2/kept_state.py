@@ -6,9 +6,8 @@ compares the state with a copy, and on a change restores it and runs a loop inst
 [Note: Where state is looked for]
 In attributes and buffers of every module; in variables captured by hooks and the loss function, and attributes of the
 objects whose methods they are; in global and class variables of a model's own classes; in lists, dicts, sets and small
-objects in these; in the random numbers of Python and NumPy, and in generators that a module has. Gathered parameters
-are compared where they are gathered (guarded.py). State that Python cannot list (iterators, files, objects of other
-languages) is not found.
+objects in these; in the random numbers of Python, NumPy, and a module's generators. Gathered parameters are compared in
+guarded.py. State that Python cannot list (iterators, files, objects of other languages) is not found.
 """
 
 from __future__ import annotations
@@ -208,10 +207,8 @@ class _Variable(_Entry):
 
 
 class _Fields(_Entry):
-    """The items of a dict, or the attributes of an object except `_TORCHS_OWN`.
-
-    `{}` in `words` is the key. `put` and `remove` set and delete an item; None uses the dict itself.
-    """
+    """The items of a dict, or the attributes of an object except `_TORCHS_OWN`. `{}` in `words` is the key. `put` and
+    `remove` set and delete an item; None uses the dict itself."""
 
     def __init__(
         self,

@@ -168,8 +168,7 @@ class LiveParameters:
 
     @property
     def spare_numel(self) -> int:
-        """Elements that the device may hold beside gathered ones: the bound minus the plan's peak. (One rank gathers
-        nothing ahead, whatever the plan.)"""
+        """Elements that the device may hold besides gathered ones: the bound minus the plan's peak."""
         return self._live_numel_max - (self.plan if self._holds_ahead else self._make_plan(ahead=False)).peak_numel
 
     @property

@@ -67,10 +67,8 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
-    """Return the frozen parameters that can stay in safetensors (as for `load_weights`): place by first name.
-
-    Raises CheckpointError if a file is damaged, ConfigError if a package that decodes them is missing.
-    """
+    """Return the frozen parameters that can stay in safetensors (as for `load_weights`): place by first name. Raises
+    CheckpointError if a file is damaged, ConfigError if a package that decodes them is missing."""
     where = _by_name(Path(path), read_header)
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model, where)
@@ -94,9 +92,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
     """Set all parameters and buffers from safetensors: a file, or a folder with `model.safetensors` or its index.
 
     `but`: first names of parameters to skip, because they stay in these files or do not come from them. Each rank reads
-    only its own rows. Tied tensors need to be stored once under any of their names; non-persistent buffers may be
-    missing. Raises CheckpointError naming tensors that are missing, unknown or of another shape, or the file if it is
-    damaged.
+    only its own rows. Tied tensors need one of their names; non-persistent buffers may be missing. Raises
+    CheckpointError naming tensors that are missing, unknown or of another shape, or a damaged file.
     """
     with ExitStack() as stack, torch.no_grad():
         where = open_tensors(Path(path), stack)

@@ -7,9 +7,8 @@ group of a forward the ranks exchange, through the process group's store, the na
 always gone from here to the same group, and this rank does so again, nothing is exchanged. So a model with one route
 pays in its first forward only, and a model that branches pays at its branches.
 
-A rank that leaves the only known route waits some time for the others. Ranks that stay on it send nothing, and wait in
-their gather. The rank that left then reports it, and `explained` replaces the communication error on the others by that
-report.
+A rank that leaves the only known route waits some time for the others, which send nothing and wait in their gather.
+Then it reports that it left, and `explained` replaces the communication error on the others by that report.
 """
 
 from __future__ import annotations

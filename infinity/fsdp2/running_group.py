@@ -117,10 +117,7 @@ class RunningGroup:
         shared.post_backward_final_callback_queued = False
 
     def await_rest(self, leaves: Collection[torch.Tensor]) -> bool:
-        """Expect the gradients of its leaves among `leaves` in two parts, which autograd sums.
-
-        Returns False if a hook of the user's would see the parts.
-        """
+        """Expect gradients of `leaves` in two parts, summed by autograd; return False if a user hook would see them."""
         ours = {leaf: parameter for (parameter, _), leaf in self._leaves.items() if leaf in leaves}
         self._awaited |= ours.keys()
         return not any(parameter.sharded_param._backward_hooks for parameter in ours.values())
@@ -228,10 +225,8 @@ class RunningGroup:
 
 
 def _sums_in_unsharded(parameter: Any) -> bool:
-    """Return True if autograd sums unreduced gradients in the gathered parameter's `.grad`: since torch 2.15.
-
-    Before, FSDP2 sums them in an attribute; since then the attribute is a property over that gradient.
-    """
+    """Return True if autograd sums unreduced gradients in the gathered parameter's `.grad`: since torch 2.15. Before,
+    FSDP2 sums them in an attribute; since then the attribute is a property over that gradient."""
     return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
@@ -271,10 +266,7 @@ def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def may_sum_unreduced(model: nn.Module) -> bool:
-    """Return True if summing gradients in fp32 before a reduction gives the same numbers.
-
-    That needs one rank and a reduction that rounds nothing.
-    """
+    """Return True if fp32 sums before a reduction give the same numbers: on one rank, if it rounds nothing."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     alone = all(group.mesh_info.mesh.size() == 1 for module in modules for group in param_groups_of(module))
     return alone and {module._get_fsdp_state()._mp_policy.reduce_dtype for module in modules} <= {None, torch.float32}

@@ -4,8 +4,7 @@
 FSDP2 casts parameters and inputs to the compute dtype, but not buffers. torch's batch and instance norm need weights
 and statistics of one dtype; the input may have another. 16-bit statistics would hardly change, because most of a
 batch's contribution is below the rounding. So they stay fp32, as under autocast. Their module sees its gathered
-parameters in fp32 too, and returns its output in the dtype of its input, even without parameters, as a frozen
-BatchNorm.
+parameters in fp32 too, and returns its output in the dtype of its input, even if it has no parameters.
 """
 
 from __future__ import annotations

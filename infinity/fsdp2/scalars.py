@@ -4,10 +4,9 @@ Parameters without elements are frozen: no update changes them, and FSDP2 cannot
 
 [Note: A row for what has none]
 A parameter without dimensions is held with shape (1,) before anything is sharded, and is then handled like any other:
-sharded, paged, stepped, clipped, in checkpoints and commits. It has no dimensions in two places only. The model's code
-sees a view of the gathered parameter, because a tensor without dimensions follows other rules of type promotion. Weight
-files store it in the shape that other programs expect. A checkpoint's manifest names it (`scalars`), so that an export
-has that shape too.
+sharded, paged, stepped, clipped, in checkpoints and commits. Two places show it without dimensions. The model's code
+sees a view of the gathered parameter, because type promotion differs. Weight files store it in the shape that other
+programs expect; a checkpoint's manifest names it (`scalars`) for exports.
 """
 
 from __future__ import annotations

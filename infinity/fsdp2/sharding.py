@@ -1,5 +1,4 @@
-"""Access to FSDP2 models and autograd. Only this file, guarded.py, running_group.py and buffers.py use private parts of
-FSDP2, listed in private.py."""
+"""Access to FSDP2 and autograd. Only sharding, guarded, running_group and buffers use the parts in private.py."""
 
 from __future__ import annotations
 
@@ -102,10 +101,7 @@ def gathered_groups(model: nn.Module) -> list[int]:
 
 
 def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
-    """Return True if a pass of this root is running or was ended by an exception.
-
-    `root_may_run`: see `abandon_unfinished_pass`.
-    """
+    """Return True if a pass of this root is running or interrupted. `root_may_run`: see `abandon_unfinished_pass`."""
     assert isinstance(model, FSDPModule)
     root = model._get_fsdp_state()
     shared = root._state_ctx
@@ -166,11 +162,7 @@ class ParameterOutline:
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """A group, sharded or not yet.
-
-    `gathers`: gathers per micro-batch: 2, or 1 if it stays gathered from forward to backward. `is_expert`: see
-    experts.py.
-    """
+    """A group. `gathers`: 2 per micro-batch, or 1 if it stays gathered until the backward."""
 
     name: str
     parameters: tuple[ParameterOutline, ...]
@@ -212,8 +204,7 @@ def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
 
 
 def shard_shapes(parameter: DTensor) -> tuple[torch.Size, torch.Size]:
-    """Return the shape of this rank's shard, without and with padding. (For a parameter without elements FSDP2 has no
-    rows in the shard, but expects the padded shape.)"""
+    """Return the shape of this rank's shard, without and with padding. (FSDP2 pads a shard without elements.)"""
     padded = padded_shape(parameter.shape, parameter.device_mesh.size(-1))
     return parameter._local_tensor.shape if parameter.numel() else padded, padded
 
@@ -323,10 +314,9 @@ def has_trained(module: FSDPModule | None) -> bool:
 def set_gradient_handlers(
     module: FSDPModule, take: TakeUnreduced, came_further: Callable[[float], object] | None
 ) -> None:
-    """Set callbacks for the gradients of a group.
+    """Set callbacks for the gradients of a group, unless its module has several groups with different meshes.
 
-    `take` gets the gradients that FSDP2 would only copy. `came_further` gets the share of the group's elements that
-    have a gradient, whenever it grows. Does nothing if the module has several groups, sharded over different meshes.
+    `take` gets gradients that FSDP2 would only copy; `came_further` the growing share of elements with a gradient.
     """
     groups = param_groups_of(module)
     if len(groups) == 1:

@@ -1,12 +1,12 @@
 """The vertical schedule: all micro-batches of a step pass through a group before the next group. Training thread only.
 
 [Note: The vertical schedule]
-Each micro-batch runs the model's own forward as a coroutine that pauses before each group. When all micro-batches have
-reached a group, they pass through it one after the other: the first gathers it, the last releases it. One backward over
-all losses returns the same way: autograd runs the newest nodes first, so all micro-batches pass through a group before
-the one below. They take turns in descending order, so the backward runs in ascending order, which is the order of their
-sums. With [Note: A leaf for each micro-batch] in running_group.py, the numbers equal those of one micro-batch after the
-other, bit for bit.
+Each micro-batch runs the model's own forward as a coroutine that pauses before each group. When all have reached a
+group, they pass through it one after the other: the first gathers it, the last releases it. One backward over all
+losses returns the same way: autograd runs the newest nodes first, so all micro-batches pass through a group before the
+one below. They take turns in descending order, so the backward runs in ascending order, the order of their sums. The
+numbers are those of one micro-batch after the other, bit for bit, by [Note: A leaf for each micro-batch] in
+running_group.py.
 
 The root is called once, with all micro-batches, so FSDP2's hooks and infinity's see one forward.
 
@@ -137,8 +137,7 @@ class Vertical:
         Then call `losses`, `accepts` after the first loss, and `backward`.
 
         state: taken just before. is_whole_step: True if these are all micro-batches of a step; else their gradients are
-        added one by one to those of other passes. goes_back: True if the last turn may go back at once; else all
-        forwards end now.
+        added one by one to those of other passes. goes_back: False if all forwards must end before the backward.
         memory: checks the memory for saved activations, if given.
         Returns False if they can't take turns or don't fit: `why_not_now` has the reason, and nothing was changed.
         """
@@ -182,10 +181,8 @@ class Vertical:
         return True
 
     def losses(self, loss_of: Callable[[int, Turn], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the loss of each micro-batch in ascending order; `loss_of` computes it from its number and its turn.
-
-        If the last turn goes back, each loss is computed after the backward of the one before.
-        """
+        """Yield the loss of each micro-batch in ascending order; `loss_of` computes it from its number and its turn. If
+        the last turn goes back, each loss is computed after the backward of the one before."""
         run = self._pass
         assert run is not None
         if run.last is None:
@@ -235,11 +232,8 @@ class Vertical:
             torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
 
     def join(self, losses: Iterator[torch.Tensor], scaled: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the sum of `losses` (see the method `losses`).
-
-        If possible, all micro-batches but the last go back now, from `scaled` losses. A backward from the sum, also
-        `scaled`, does the remainder; then call `end`.
-        """
+        """Return the sum of `losses` (see the method `losses`). If possible, all micro-batches but the last go back
+        now, from `scaled` losses. A backward from the sum, also `scaled`, does the remainder; then call `end`."""
         run = self._pass
         assert run is not None
         if run.last is None:

@@ -1,8 +1,7 @@
 """Adam and AdamW on lists of tensors, by torch's own kernels.
 
-Calls the functions that `torch.optim.AdamW` and `torch.optim.Adam` call, so the numbers are theirs, bit for bit, with
-the same `fused`. Adam is elementwise: a tensor can be cut anywhere except inside a vector of the kernel (see
-SHARD_ALIGN in infinity/store/layout.py).
+Calls the functions that `torch.optim.AdamW` and `torch.optim.Adam` call, with the same bits for the same `fused`. A
+tensor can be cut anywhere except inside a vector of the kernel (see SHARD_ALIGN in infinity/store/layout.py).
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ def adam_(
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
 ) -> None:
-    """Take one Adam step in place.
+    """Take one Adam step in place (Kingma & Ba 2015, alg. 1; decoupled decay: Loshchilov & Hutter 2019, alg. 2).
 
-    Sources: Kingma & Ba 2015, algorithm 1; for decoupled decay Loshchilov & Hutter 2019, algorithm 2.
-
-    All lists have the same length; entry i of each has the same shape. All tensors are fp32; each of `steps` is a
-    scalar that is increased by one.
+    All lists have one length, and entries i one shape. All tensors are fp32; the scalars in `steps` are increased by
+    one.
     """
     adam(
         masters,

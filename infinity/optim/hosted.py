@@ -6,8 +6,7 @@ if its state is fp32 numbers per element, and perhaps a step count. No list of n
 optimizer. So each optimizer is tried: a few steps on a matrix and on pieces of it must agree in every bit. Optimizers
 that use whole rows, norms, shapes or random numbers fail the trial.
 
-Results equal those of the optimizer with the same arguments on the CPU: torch's plain loop, or its fused kernel if
-`fused` is set.
+Results equal the optimizer's on the CPU: those of torch's plain loop, or of its fused kernel if `fused` is set.
 """
 
 from __future__ import annotations

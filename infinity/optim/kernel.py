@@ -36,9 +36,8 @@ class GradPiece:
 
     grad: fp32, bf16 or fp16, 1-D and contiguous, in host memory, with numel elements. start, shard_numel: the elements
     begin at `start` in a shard of `shard_numel`; by default the piece is the whole shard. torch rounds the last few
-    elements of a shard differently, and the kernel matches torch's result for the shard, however it was cut. key,
-    place: for bf16 moments, the key of the parameter's random numbers (`small_moments.key_of`), and the first element's
-    index in the whole parameter.
+    elements of a shard differently, and the kernel matches torch's result for the shard, however it is cut. key, place:
+    for bf16 moments, `small_moments.key_of` the parameter, and the first element's index in the whole parameter.
     """
 
     offset: int
@@ -64,8 +63,7 @@ _Checked = tuple[torch.Tensor | None, Collection[torch.dtype], str, int]
 class PageSums:
     """Checksums of the pages of a sub-group's fields.
 
-    An update verifies each page before it changes it, and sums it afterwards while it is in a cache: [Note: Sums on the
-    way] in csrc/optim/adam.h.
+    An update verifies each page, changes it, and sums it while cached: [Note: Sums on the way] in csrc/optim/adam.h.
 
     pages: the memory (uint8, whole aligned 4 KiB pages, in host memory); bytes between fields stay unchanged. expected:
     4 bytes per page, as from `infinity.aio.File.checksums`; zeros for pages that are not verified. Set by the update:
@@ -102,8 +100,8 @@ def update(
     All tensors are 1-D, contiguous, in host memory and of one length. exp_avg and exp_avg_sq cover the whole sub-group:
     both fp32; or both bf16, rounded as in small_moments.py; or both uint8, coded as in coded_moments.py, with `scales`
     (fp32) of all blocks of the first, then of the second. The master is either `master` (fp32), from which
-    compute_param (bf16 or fp16) is set if given; or compute_param (bf16), remainder (int16 or uint16) and ties, as made
-    by `split`.
+    compute_param (bf16 or fp16) is set if given; or compute_param (bf16), remainder (int16 or uint16) and ties of
+    `split`.
 
     Pieces ascend without overlap, and their gradients have one dtype. `step` counts this step, from 1. Gradients are
     multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads` share the work (None: torch's
@@ -234,8 +232,8 @@ def accumulate(
 ) -> None:
     """Add `grads` (fp32, bf16 or fp16) to `sums` (fp32), as `sums.add_(grads.float())` does, in one pass over memory.
 
-    Both are 1-D and contiguous, in host memory, of one length. Raises ValueError for others. (torch's own sum of two
-    dtypes takes twenty times as long.)
+    Both are 1-D, contiguous, in host memory, of one length; ValueError for others. (torch's own mixed sum takes 20
+    times as long.)
     """
     _check((sums, (torch.float32,), "sums", sums.numel()), (grads, _GRAD_DTYPES, "gradients", sums.numel()))
     _optim.accumulate(
@@ -251,13 +249,9 @@ def accumulate(
 def norms(
     gradients: Sequence[torch.Tensor], *, threads: int | None = None, instructions: str = INSTRUCTIONS[0]
 ) -> torch.Tensor:
-    """Return the 2-norm of each gradient (fp32, 1-D), as `torch.linalg.vector_norm` of its elements in fp32.
-
-    If `norms_match_torch`, the bits are the same.
-
-    gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory; each is processed by one of the `threads`
-    (None: torch's number). Raises ValueError for others.
-    """
+    """Return the 2-norm of each gradient (fp32, 1-D), as `torch.linalg.vector_norm` of its elements in fp32. If
+    `norms_match_torch`, the bits are the same. gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory;
+    each is processed by one of the `threads` (None: torch's number). Raises ValueError for others."""
     _check(*[(gradient, _GRAD_DTYPES, "gradients", gradient.numel()) for gradient in gradients])
     computed = _optim.norms(
         gradients=[(_GRAD_DTYPES[gradient.dtype], gradient.data_ptr(), gradient.numel()) for gradient in gradients],
@@ -269,10 +263,7 @@ def norms(
 
 @functools.cache
 def norms_match_torch() -> bool:
-    """Return True if `norms` has the bits of torch's here, found by comparison on the first call.
-
-    See [Note: The same as torch].
-    """
+    """Return True if `norms` has the bits of torch's, compared on the first call. See [Note: The same as torch]."""
     random = torch.Generator().manual_seed(0)
     sizes = [*_CHECK_SIZES, *range(1, 24)]  # all remainders of torch's eight partial sums
     drawn = [

@@ -45,10 +45,8 @@ def is_for_muon(name: str, shape: Sequence[int]) -> bool:
 
 
 def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group of matrices, completed by torch's defaults.
-
-    Raises ConfigError if torch has no Muon, or for values that torch rejects, some of them only in a step.
-    """
+    """Return a parameter group of matrices, completed by torch's defaults. Raises ConfigError if torch has no Muon, or
+    for values that torch rejects, some of them only in a step."""
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer Muon needs torch 2.9 or newer, and this is {torch.__version__}")
     asked = {field.name: group[field.name] for field in fields(MuonSettings) if field.name in group}
@@ -63,11 +61,9 @@ def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def muon_(settings: MuonSettings, *, master: torch.Tensor, grad: torch.Tensor, momentum_buffer: torch.Tensor) -> None:
-    """Take one step of `torch.optim.Muon` on a whole matrix in place (Jordan et al. 2024).
+    """Take one step of `torch.optim.Muon` (kellerjordan.github.io/posts/muon) on a whole matrix in place.
 
-    Source: kellerjordan.github.io/posts/muon.
-
-    All tensors are fp32, contiguous and of the matrix's shape, or DTensors sharded by rows; `grad` may be changed too.
+    All are fp32, of the matrix's shape, and contiguous, or DTensors sharded by rows; `grad` may be changed too.
     """
     matrix = nn.Parameter(master)
     matrix.grad = grad

@@ -2,8 +2,7 @@
 
 [Note: Rounded by chance] in csrc/optim/kernels.inc has the reason: bfloat16 has steps of a hundredth, and a second
 moment changes by a thousandth. A moment is rounded up with a probability equal to its position between its two
-neighbours. The random bits depend only on the parameter's name, the step and the element's index in the whole
-parameter.
+neighbours. The random bits depend only on the parameter's name, the step and the element's index.
 """
 
 from __future__ import annotations

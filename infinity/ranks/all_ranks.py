@@ -31,11 +31,8 @@ def from_first_rank(value: _T) -> _T:
 
 
 def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give each tensor, except on the meta device, its values on the first rank. A collective of all ranks.
-
-    One tensor at a time is on `device`, from which it is sent. Memory that already holds these values is not written
-    to.
-    """
+    """Give each tensor, except on the meta device, its values on the first rank. A collective of all ranks. One tensor
+    at a time is on `device`, from which it is sent. Memory that already holds these values is not written to."""
     for tensor in tensors if dist.get_world_size() > 1 else ():
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             continue

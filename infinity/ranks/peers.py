@@ -3,31 +3,30 @@
 Owned by the engine. Training thread only, except the watcher.
 
 [Note: How a pass fails on all ranks]
-A pass (forward, backward, step) is full of collectives. A rank that fails does not reach the remaining ones, and the
-others would wait for it until the process group's timeout. So it reports its error through the group's store, which
-needs no collective, and:
+A pass (forward, backward, step) is full of collectives. If a rank fails, the others would wait for it until the process
+group's timeout. So it reports its error through the group's store, which needs no collective, and:
 
-  1. It waits briefly for all others to report an error in the same pass, after the same number of collectives and in
-     the same state: at the same step, with gradients and values alike. If all do, no rank is waiting: each raises its
-     own error, and the program may continue.
+  1. It waits briefly for all others to report an error in the same pass, after the same number of collectives, at the
+     same step and with gradients and values alike. If all do, no rank is waiting: each raises its own error, and the
+     program may go on.
   2. Otherwise the ranks have parted. The first to find out records its error as the cause and ends its operations:
      gloo's by cutting the links (infinity/ranks/links.py), NCCL's by `ProcessGroup.abort`. A rank that waits for it
-     gets an error, finds the cause, ends its own operations so that ranks waiting for it continue too, and raises the
-     cause's message. Operations on a GPU report no error to the host, so there the watcher, a thread, looks for the
-     cause once a second.
+     gets an error, finds the cause, ends its own operations so that others continue too, and raises the cause's
+     message. GPU operations report no error to the host, so there the watcher, a thread, looks for the cause once a
+     second.
 
-Parted ranks may be at different places of the program, in operations that do not match: none may run another pass, or
-commit. With one rank nothing of this happens.
+Parted ranks may be in operations that do not match: none may run another pass, or commit. One rank alone does none of
+this.
 
 [Note: Ranks in different passes]
 If one rank catches an exception between two passes, no error is reported. That rank continues elsewhere, perhaps by
-repeating a step, and its operations would meet those of another pass on the others: they would wait for ever, or
-exchange wrong bytes. So each rank writes the name of its pass to the store on entry ("a backward of step 3.1"), and
-reads the names of the others, before the first operation. A pass is right only if the ranks that gather parameters
-together have the same name for the pass of that number. Of two ranks that differ, the second to write its name sees it
-and begins no operation. So no operation meets one of another pass, which in gloo may end the whole process. The names
-are compared again when the pass ends, before its results are used, and by the watcher during a long pass. This costs
-four small requests per pass and no collective.
+repeating a step, and its operations would meet those of another pass: ranks would wait for ever, or exchange wrong
+bytes. So each rank writes the name of its pass to the store on entry ("a backward of step 3.1"), and reads the names of
+the others, before the first operation. A pass is right only if all ranks that gather parameters together have the same
+name for its number. Of two ranks that differ, the second to write its name sees it and begins no operation. So no
+operation meets one of another pass, which in gloo may end the process. The names are compared again at the end of the
+pass, before its results are used, and by the watcher during a long pass. This costs four small requests per pass and no
+collective.
 """
 
 from __future__ import annotations
@@ -151,9 +150,9 @@ class Peers:
         """Run what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
         `pass_name`: such as "a forward". `standing`: returns this rank's state, its step first; ranks with another
-        state after an error have parted. `last`: no pass follows, so the rank that serves the store may have left. If
-        the pass fails on another rank, raises an error of the same kind that names the rank and quotes it;
-        InfinityError if another rank is in another pass.
+        state after an error have parted. `last`: no pass follows, so the store may be gone. If the pass fails on
+        another rank, raises an error of the same kind that names the rank and quotes it; InfinityError if that rank is
+        in another pass.
         """
         if not self._alone and os.getpid() != self._pid:
             raise InfinityError(
@@ -322,10 +321,8 @@ def _watch(peers: weakref.ref[Peers], closing: threading.Event) -> None:
 
 
 def _while_the_store_lasts() -> contextlib.AbstractContextManager[None]:
-    """Ignore errors of the store, which ends with the rank that serves it and may close first.
-
-    That fails no pass whose operations are done; a pass with unfinished operations fails by them.
-    """
+    """Ignore errors of the store, which ends with the rank that serves it and may close first. That fails no pass whose
+    operations are done; a pass with unfinished operations fails by them."""
     return contextlib.suppress(RuntimeError, OSError)
 
 

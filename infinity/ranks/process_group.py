@@ -34,12 +34,9 @@ _users = 0
 
 
 def ensure_process_group() -> Callable[[], None]:
-    """Make a process group if there is none.
+    """Make a process group if there is none: a collective if RANK and WORLD_SIZE are set, else of this rank alone.
 
-    Returns a function to call once after use: it closes the group after its last user, but never a group of the
-    caller's.
-
-    A collective if RANK and WORLD_SIZE are set, as by torchrun; else the group has this rank only.
+    Returns a function to call once after use: the last user closes the group, unless it is the caller's.
     """
     global _group, _users
     with _lock:
@@ -90,11 +87,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make a process group if there is none, as `initialize` would; it stays until the process ends.
-
-    All arguments are accepted for compatibility: rank and number of ranks come from the environment, as set by
-    torchrun.
-    """
+    """Make a process group if there is none, as `initialize` would; it stays until the process ends. All arguments are
+    accepted for compatibility: rank and number of ranks come from the environment, as set by torchrun."""
     ensure_process_group()
 
 

@@ -102,7 +102,7 @@ def test_what_can_not_be_cut_is_refused_with_the_reason(how: Any, why: str) -> N
 
 @pytest.mark.parametrize("changed", [{"lr": torch.tensor(0.1)}, {"differentiable": True}])
 def test_settings_that_pieces_do_not_take_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not available for paged parameters"):
+    with pytest.raises(ConfigError, match="not supported for paged parameters"):
         Stepper(SGD([torch.nn.Parameter(torch.zeros(4))], **{"lr": 0.1, **changed}))
 
 
