@@ -13,7 +13,6 @@ NEWEST = (2, 15)
 
 TESTED = "2.13 to 2.15"
 REQUIREMENT = "torch>=2.13,<2.16"
-"""Requirement for pip."""
 
 
 ANYWAY = "INFINITY_ANY_TORCH"

@@ -114,7 +114,6 @@ class IoEngine:
 
     @property
     def backend(self) -> str:
-        """The chosen backend."""
         return self._core.backend
 
     @property
@@ -129,12 +128,10 @@ class IoEngine:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read so far."""
         return int(self._core.counters()["read_bytes"])
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written so far."""
         return int(self._core.counters()["written_bytes"])
 
     @property

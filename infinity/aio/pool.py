@@ -140,12 +140,10 @@ class Lender:
 
     @property
     def nbytes(self) -> int:
-        """The budget (bytes)."""
         return self._ranges.nbytes
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes on lease now."""
         return self._ranges.nbytes - self._ranges.free_bytes
 
     def try_lease(self, nbytes: int) -> Lease | None:

@@ -55,7 +55,6 @@ class CudaRuntime:
         return torch.cuda.Stream(self.torch_device)
 
     def current_stream(self) -> torch.cuda.Stream:
-        """Return the calling thread's current stream."""
         return torch.cuda.current_stream(self.torch_device)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:

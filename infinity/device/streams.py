@@ -26,7 +26,6 @@ from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 
 
 def device_for(torch_device: torch.device) -> Device:
-    """Return the Device of `torch_device`: CUDA, or the CPU."""
     return StreamDevice(CudaRuntime(torch_device)) if torch_device.type == "cuda" else CpuDevice()
 
 

@@ -131,7 +131,6 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def routed_experts(model: nn.Module) -> Iterator[RoutedExperts]:
-    """Yield the `RoutedExperts` of all blocks."""
     return (module for module in model.modules() if isinstance(module, RoutedExperts))
 
 

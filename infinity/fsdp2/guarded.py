@@ -192,7 +192,6 @@ class GuardedGroup(FSDPParamGroup):
             raise _written(names)
 
     def forget_writes(self) -> None:
-        """Discard recorded writes."""
         self._written.clear()
 
     # Overrides of FSDP2's methods

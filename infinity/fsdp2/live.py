@@ -96,7 +96,6 @@ class Outline:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole model."""
         return sum(group.numel for group in self.groups)
 
 

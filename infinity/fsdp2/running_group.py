@@ -66,7 +66,6 @@ class RunningGroup:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """Its sharded parameters."""
         return [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
 
     def clear(self, *, is_running: bool, sums: ReusedBuffers | None = None) -> None:

@@ -34,7 +34,6 @@ class ShardedTensor(DTensor):
 
     __slots__ = ()
     _infinity_name: str
-    """Name of the parameter."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

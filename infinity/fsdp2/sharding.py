@@ -96,7 +96,6 @@ def before_reductions(model: nn.Module, check: Callable[[], object]) -> None:
 
 
 def gathered_groups(model: nn.Module) -> list[int]:
-    """Return the numbers of the gathered groups."""
     return [number for number, group in enumerate(_all_groups(model)) if not group.is_sharded]
 
 

@@ -382,7 +382,6 @@ class _Pass:
 
     @property
     def count(self) -> int:
-        """Number of micro-batches."""
         return len(self._random)
 
     # Forward

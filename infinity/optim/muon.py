@@ -33,7 +33,6 @@ class MuonSettings:
 
     @staticmethod
     def of(group: dict[str, Any]) -> MuonSettings:
-        """Return the settings of a parameter group."""
         values = {field.name: group[field.name] for field in fields(MuonSettings)}
         values |= {"lr": float(group["lr"]), "ns_coefficients": tuple(group["ns_coefficients"])}
         return MuonSettings(**values)
@@ -91,7 +90,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step, as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -99,7 +99,6 @@ class FrozenGroups:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of all weights."""
         return sum(self.always) + sum(self.experts)
 
     def lora_read_bytes(self, room_bytes: int, passes: int) -> tuple[float, float]:

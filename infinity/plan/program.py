@@ -109,7 +109,6 @@ class _ProgramOfRank:
         self._program: list[Use | SubGroup | Pause] = []
 
     def items(self) -> Program:
-        """Return the program of the whole step."""
         last = self._work.passes - 1
         for number in range(self._work.passes):
             self._forward(number)
@@ -123,7 +122,6 @@ class _ProgramOfRank:
         return self._program
 
     def _forward(self, number: int) -> None:
-        """Add the forward of micro-batch `number`."""
         updated = self._update != "step" and number == 0
 
         def use(group: int) -> None:

@@ -47,12 +47,10 @@ class Clock:
         self._made = 0
 
     def at(self, time: float, call: Callable[[float, int], None], argument: int) -> None:
-        """Call `call(time, argument)` at `time`."""
         self._made += 1
         heapq.heappush(self._waiting, (time, self._made, call, argument))
 
     def run(self) -> None:
-        """Run all events."""
         while self._waiting:
             time, _, call, argument = heapq.heappop(self._waiting)
             call(time, argument)

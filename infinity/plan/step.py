@@ -101,7 +101,6 @@ class Step:
         return [item.group if isinstance(item, Use) else groups + place for place, item in enumerate(self.program)]
 
     def lease_bytes(self) -> list[int]:
-        """Return the lease bytes of each unit."""
         return [*self.group_bytes, *(item.lease_bytes if isinstance(item, SubGroup) else 0 for item in self.program)]
 
     def ends(self) -> list[int]:
