@@ -108,8 +108,11 @@ IN_FLIGHT_BYTES = 32 * MIB
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """The chosen I/O settings. bandwidths: as for `SwapManager`. notes: messages about the drives and the source of the
-    settings. warnings: messages about drives that are unsuitable for training."""
+    """The chosen I/O settings.
+
+    bandwidths: as for `SwapManager`. notes: messages about the drives and the source of the settings. warnings:
+    messages about drives that are unsuitable for training.
+    """
 
     io: IoSettings
     bandwidths: tuple[float, ...] | None

@@ -34,9 +34,11 @@ def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.
 
 
 def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_module: int) -> list[nn.Module]:
-    """Return `wrap`, with each outermost module that has few elements per submodule as one group. numel_per_module:
-    upper bound; a submodule counts with all below it, and the module itself counts too. A module that is never called,
-    such as a ModuleList, can't be a group. If the whole model is so small, all of it is the root group."""
+    """Return `wrap`, with each outermost module that has few elements per submodule as one group.
+
+    numel_per_module: upper bound; a submodule counts with all below it, and the module itself counts too. A module that
+    is never called, such as a ModuleList, can't be a group. If the whole model is so small, it is the root group.
+    """
     groups = list(wrap)
 
     def visit(module: nn.Module) -> None:

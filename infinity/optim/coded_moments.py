@@ -1,6 +1,8 @@
-"""8-bit moments: their codes and scales, in plain PyTorch. The kernel gives the same, bit for bit. [Note: Codes of
-eight bits] in csrc/optim/codes.inc describes the format and its source: a code (uint8) per element, and a scale (fp32)
-per block of `BLOCK_NUMEL` elements, counted from the start of a shard. Codes of the first moment have a sign."""
+"""8-bit moments: their codes and scales, in plain PyTorch. The kernel gives the same, bit for bit.
+
+[Note: Codes of eight bits] in csrc/optim/codes.inc describes the format and its source: a code (uint8) per element, and
+a scale (fp32) per block of `BLOCK_NUMEL` elements from the start of a shard. Codes of the first moment have a sign.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,12 @@ _ZERO_OF_SIGNED = 127
 
 @dataclass(frozen=True)
 class _Codes:
-    """A code table. values: of all 256 codes. thresholds: first value of decades 1 to 8. steps, shift, limit: by decade
-    (0 to 8); the nearest code's number is the integer part of value * steps + shift, at most limit. limit is int64,
-    steps and shift are fp64 (exact for products of two fp32 numbers), the others fp32."""
+    """A code table.
+
+    values: of all 256 codes. thresholds: first value of decades 1 to 8. steps, shift, limit: by decade (0 to 8); the
+    nearest code's number is the integer part of value * steps + shift, at most limit. limit is int64, steps and shift
+    are fp64 (exact for products of two fp32 numbers), the others fp32.
+    """
 
     values: torch.Tensor
     thresholds: torch.Tensor

@@ -249,9 +249,11 @@ def accumulate(
 def norms(
     gradients: Sequence[torch.Tensor], *, threads: int | None = None, instructions: str = INSTRUCTIONS[0]
 ) -> torch.Tensor:
-    """Return the 2-norm of each gradient (fp32, 1-D), as `torch.linalg.vector_norm` of its elements in fp32. If
-    `norms_match_torch`, the bits are the same. gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory;
-    each is processed by one of the `threads` (None: torch's number). Raises ValueError for others."""
+    """Return the 2-norm of each gradient (fp32, 1-D), bit for bit torch's `vector_norm` if `norms_match_torch`.
+
+    gradients: each fp32, bf16 or fp16, 1-D and contiguous, in host memory; one of the `threads` (None: torch's number)
+    processes each. Raises ValueError for others.
+    """
     _check(*[(gradient, _GRAD_DTYPES, "gradients", gradient.numel()) for gradient in gradients])
     computed = _optim.norms(
         gradients=[(_GRAD_DTYPES[gradient.dtype], gradient.data_ptr(), gradient.numel()) for gradient in gradients],

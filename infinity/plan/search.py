@@ -205,7 +205,7 @@ def _placed(
 
 
 def _with_activations(work: Work, machine: Machine, strategy: Strategy) -> Iterator[Work]:
-    """Yield activations all on the device; or with those in host memory that it has no room for; or on NVMe."""
+    """Yield all saved activations on the device; or in host memory what does not fit there; or all on NVMe."""
 
     def room_left(work: Work) -> float:
         return (

@@ -5,8 +5,7 @@ that are only numbers. So it predicts a step on a machine that is not at hand.
 
 [Note: What is simulated]
 All ranks do the same, so one is simulated, with its share of drives, network and memory bandwidth. The step starts with
-nothing staged and ends when its last byte is written. The training thread runs a program item by item. A use of a
-group:
+nothing staged and ends when its last byte is written. The thread runs a program item by item. A use of a group:
 
     drive read -> lease -> copy to the device -> all-gather -> compute -> reduce-scatter -> gradients to the host
 
