@@ -1,1 +1,1 @@
-"""The console programs; a command imports what is heavy only once it runs."""
+"""The console programs. Heavy modules are imported only when a command runs."""

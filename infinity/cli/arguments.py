@@ -20,7 +20,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int]:
-    """A type for argparse: `parse` with a lower bound, and a message for other values."""
+    """Return an argparse type that calls `parse` and rejects values below `at_least`, with a message."""
 
     def checked(text: str) -> int:
         try:
@@ -35,7 +35,7 @@ def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[st
 
 
 def whole_number(text: str) -> int:
-    """The integer in `text`. Raises ValueError with a message."""
+    """Parse the integer in `text`. Raises ValueError with a message."""
     try:
         return int(text)
     except ValueError:
@@ -43,11 +43,11 @@ def whole_number(text: str) -> int:
 
 
 count = checked_value(whole_number, at_least=1)
-"""A type for argparse: an integer of at least 1."""
+"""An argparse type: an integer of at least 1."""
 
 
 def _parse_size(text: str) -> int:
-    """Bytes in `text`. Raises ValueError for a small number without a unit, where one was probably forgotten."""
+    """Parse a size in bytes. Raises ValueError for a small number whose unit was probably forgotten."""
     nbytes = parse_bytes(text)
     if 0 < nbytes < MIB and not text.strip()[-1].isalpha():
         raise ValueError(f"expected a size with its unit, got {text}: did you mean {text.strip()}GiB?")
@@ -55,21 +55,21 @@ def _parse_size(text: str) -> int:
 
 
 size = checked_value(_parse_size, at_least=1)
-"""A type for argparse: bytes of a memory, a drive or a file."""
+"""An argparse type: a size in bytes, at least 1."""
 
 size_or_none = checked_value(_parse_size, at_least=0)
 """As `size`, but 0 is allowed and means none."""
 
 
 def named_path(text: str) -> Path:
-    """A type for argparse: a path, which the empty text is not."""
+    """Parse a path that is not empty (an argparse type)."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (an unset variable?): name one")
     return Path(text)
 
 
 def check_plot(file: Path | None) -> None:
-    """Whether the file of --plot can be drawn and written. Raises ConfigError."""
+    """Raise ConfigError unless the file of --plot can be drawn and written."""
     if file is not None:
         if file.suffix not in PLOT_SUFFIXES:
             raise ConfigError(f"--plot {file}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
@@ -84,17 +84,17 @@ def check_files(options: argparse.Namespace, *names: str) -> None:
 
 
 def check_file(file: str | Path | None, prefix: str = "") -> None:
-    """Whether `file` can be written; None and "-" can. A file that isn't there is made for it, and removed. Raises ConfigError,
-    whose message begins with `prefix`."""
+    """Raise ConfigError, its message after `prefix`, unless `file` can be written; None and "-" pass. A missing file is
+    created for the test, and removed."""
     if file is None or file == "-":
         return
     path = Path(file)
     existed = path.exists()
     try:
-        if not existed or path.is_file():  # to open a pipe would end what its reader reads
+        if not existed or path.is_file():  # opening and closing a pipe would end its reader's input
             path.open("ab").close()
         elif path.is_dir() or not os.access(path, os.W_OK):
-            raise IsADirectoryError(errno.EISDIR, "it is no file that can be written")
+            raise IsADirectoryError(errno.EISDIR, "not a writable file")
     except OSError as error:
         raise ConfigError(
             f"{prefix}{path} can't be written ({error.strerror}): name a file in a folder that exists and is writable"

@@ -21,7 +21,7 @@ _COMMANDS = (doctor, sweep, plan, step)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `infinity-bench` with `arguments` (those of the process where None); the exit code, as `run_program` has it."""
+    """Run `infinity-bench` with `arguments` (default: those of the process). Returns the exit code of `run_program`."""
     return run_program(_parser(), arguments)
 
 

@@ -1,6 +1,6 @@
 """The program `infinity-ckpt`: shows, verifies, consolidates, exports and imports checkpoints. Main thread.
 
-Heavy modules (torch, pydantic, rich) are imported when a command runs, so that --help is there at once.
+Heavy modules (torch, pydantic, rich) are imported only when a command runs, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from infinity.cli.program import run_program
 from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1
-"""Raised when a key of a JSON report changes its meaning or goes away, not when one is added."""
+"""Incremented when a key of a JSON report changes its meaning or is removed, not when one is added."""
 
 _EPILOG = (
-    "exit code: 0 as asked; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; "
+    "exit code: 0 on success; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; "
     "130 after Ctrl-C."
 )
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -32,43 +32,43 @@ _METAVARS = {"checkpoint": "CKPT", "output": "OUT", "base": "MODEL", "adapter": 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `infinity-ckpt` with `arguments` (those of the process where None); the exit code, as `run_program` has it."""
+    """Run `infinity-ckpt` with `arguments` (default: those of the process). Returns the exit code of `run_program`."""
     return run_program(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity-ckpt",
-        description="Look into checkpoints, verify them, make models or stock checkpoints of them, and read DeepSpeed's.",
+        description="Show and verify checkpoints, convert them to models or stock checkpoints, and import DeepSpeed's.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "tell what a checkpoint holds: steps, ranks, parameters, bytes"
+    text = "show what a checkpoint holds: steps, ranks, parameters, bytes"
     info = _add(commands, "info", _info, text, checkpoint=_CHECKPOINT)
-    info.add_argument("--tensors", action="store_true", help="list every tensor of the model, too")
+    info.add_argument("--tensors", action="store_true", help="also list every tensor of the model")
     text = "read every file of a checkpoint and compare it with the hash taken when it was written"
     _add(commands, "verify", _verify, text, checkpoint=_CHECKPOINT)
-    text = "write the model in a checkpoint as safetensors, in the memory of one tensor"
-    model = "the folder for the model; made if need be"
+    text = "write the model in a checkpoint as safetensors, using the memory of one tensor"
+    model = "the folder for the model; created if missing"
     consolidate = _add(commands, "consolidate", _consolidate, text, checkpoint=_CHECKPOINT, output=model)
-    text = "of the parameters (default: %(default)s, the masters)"
+    text = "dtype of the parameters (default: %(default)s, the masters)"
     consolidate.add_argument("--dtype", choices=_DTYPES, default="fp32", help=text)
-    text = "write an arena checkpoint as one of torch.distributed.checkpoint, which stock FSDP2 + AdamW loads"
-    new = "the folder of the new checkpoint; must not be there"
+    text = "convert an arena checkpoint to torch.distributed.checkpoint's format, which stock FSDP2 + AdamW loads"
+    new = "the folder of the new checkpoint; must be new or empty"
     _add(commands, "export", _export, text, checkpoint=_CHECKPOINT, output=new)
     text = (
-        "write a checkpoint of DeepSpeed (ZeRO 1 to 3, or universal; Adam) as one of infinity's, for load_checkpoint; "
+        "convert a DeepSpeed checkpoint (ZeRO 1 to 3, or universal; Adam) to one of infinity's, for load_checkpoint; "
     )
-    text += "no code in it is run"
-    theirs = "a checkpoint of DeepSpeed, or the folder that it was saved to"
-    new = "the folder for load_checkpoint; must not be there"
+    text += "runs no code in it"
+    theirs = "a DeepSpeed checkpoint, or the folder that it was saved to"
+    new = "the folder for load_checkpoint; must be new or empty"
     imported = _add(commands, "import", _import, text, checkpoint=theirs, output=new)
-    imported.add_argument("--dry-run", action="store_true", help="tell what would go over, and write nothing")
-    text = "write a model with a LoRA adapter merged into it as safetensors, in the memory of one tensor"
-    base, adapter = "the model below: a folder with safetensors", "what PEFT's save_pretrained wrote"
+    imported.add_argument("--dry-run", action="store_true", help="show what would be imported, and write nothing")
+    text = "merge a LoRA adapter into a model and write it as safetensors, using the memory of one tensor"
+    base, adapter = "the base model: a folder with safetensors", "the folder that PEFT's save_pretrained wrote"
     merge = _add(commands, "merge", _merge, text, base=base, adapter=adapter, output=model)
-    text = "a model larger than this goes to several files, with an index (default: %(default)s)"
+    text = "a larger model is split into several files, with an index (default: %(default)s)"
     for writer in (consolidate, merge):
         writer.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
     return parser
@@ -77,12 +77,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, **paths: str
 ) -> argparse.ArgumentParser:
-    """Add a command that takes `paths`: their names and what they are for."""
+    """Add a command. paths: help texts of its path arguments, by name."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=_EPILOG)
     for path, text in paths.items():
         parser.add_argument(path, type=named_path, metavar=_METAVARS[path], help=text)
     if "checkpoint" in paths:
-        parser.add_argument("--tag", help="which one in that folder (default: the latest)")
+        parser.add_argument("--tag", help="the checkpoint in that folder (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
     parser.set_defaults(func=run)
     return parser
@@ -121,12 +121,12 @@ def _info(options: argparse.Namespace) -> int:
             "saved": facts["saved"],
             "optimizer steps": facts["global_steps"],
             "written by": f"{facts['ranks']} rank(s)" if facts["ranks"] else None,
-            "format": {"dcp": "PyTorch's (dcp)", "arena": "as in the arenas (arena)"}[facts["state_format"]],
+            "format": {"dcp": "PyTorch's (dcp)", "arena": "the arenas' bytes (arena)"}[facts["state_format"]],
             "parameters": f"{format_count(facts['parameters'])} in {facts['parameter_tensors']} tensors",
             "tied": ", ".join(f"{alias} = {name}" for alias, name in facts["tied"].items()) or None,
             "on the drive": format_bytes(facts["nbytes"]),
             "hashes": "yes, for every file" if facts["hashed"] else "none: save_checkpoint did not write it",
-            "beside it": others(model.path.parent, but=model.path.name),
+            "other checkpoints": others(model.path.parent, but=model.path.name),
         }
     )
     for tensor in tensors:
@@ -141,13 +141,11 @@ def _verify(options: argparse.Namespace) -> int:
     path = find_checkpoint(options.checkpoint, options.tag)
     manifest = load_manifest(path)
     if manifest is None:
-        raise CheckpointError(
-            f"{path} has no {FILE_NAME}, so there is nothing to compare it with: save_checkpoint writes one"
-        )
+        raise CheckpointError(f"{path} has no {FILE_NAME} to compare it with: save_checkpoint writes one")
     with _progress("verifying", shown=not options.json) as begin:
         wrong = dict(damage(path, manifest, progress=begin(manifest.nbytes)))
     unlisted = {file.name for file in path.iterdir()} - {*manifest.files, FILE_NAME}
-    wrong |= dict.fromkeys(sorted(unlisted), "the manifest doesn't know it")
+    wrong |= dict.fromkeys(sorted(unlisted), "it is not in the manifest")
     if options.json or not wrong:
         damaged = [{"file": name, "why": why} for name, why in wrong.items()]
         about = {"files": len(manifest.files), "nbytes": manifest.nbytes, "damaged": damaged}
@@ -216,7 +214,7 @@ def _import(options: argparse.Namespace) -> int:
         f"{source.path}: {source.kind}, {source.ranks} rank(s), step {facts['global_steps']}, "
         f"{format_count(imported.numel)} parameters in {facts['parameter_tensors']} tensors",
         *(f"left out: {reason}" for reason in imported.left_out),
-        f"nothing is written; it would be {place}"
+        f"nothing is written; would write {place}"
         if options.dry_run
         else f'{place}: load_checkpoint("{options.output}")',
     ]
@@ -246,8 +244,8 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any], text: str
 
 @contextmanager
 def _progress(activity: str, *, shown: bool) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A bar on stderr, where that is a terminal. Yields a function to call with the number of bytes to do, once it is known;
-    that returns one to call with the number of bytes just done."""
+    """Show a progress bar on stderr if that is a terminal. Yields a function to call with the total bytes; it returns
+    one to call with the bytes just done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,7 +1,6 @@
 """Reads /proc and /sys: machine, container, limits, huge pages, as plain data. Judges and changes nothing.
 
-docs/doctor.md tells what each attribute means. What the kernel does not say is None. `root` is where /proc, /sys and /run are
-looked for.
+docs/doctor.md defines each attribute; None if the kernel does not report it. `root` holds /proc, /sys and /run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _CAP_SYS_ADMIN = 21
 _ALL_USERS = ["0", "0", "4294967295"]
 """uid_map of a process in the machine's own user namespace."""
 _GVISOR_VERSION = "Sun Jan 10 15:06:54 PST 2016"
-"""The date that the kernel of gVisor has always claimed to be built on."""
+"""The constant build date of gVisor's kernel."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Machine:
 class Container:
     """The container around the process, and its restrictions.
 
-    user_namespace: whether it is one of its own, as in rootless containers. Capabilities count outside of it only.
+    user_namespace: True in a namespace of its own, as in rootless containers; capabilities then don't count.
     """
 
     kind: str | None
@@ -61,7 +60,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of this process, None for no limit, and those of kernel AIO in the whole machine."""
+    """Limits of this process (None for no limit), and of kernel AIO on the whole machine."""
 
     memlock_soft_bytes: int | None
     memlock_hard_bytes: int | None
@@ -83,7 +82,7 @@ class Reserved:
 
 @dataclass(frozen=True)
 class HugePages:
-    """The settings of transparent huge pages, and the pools that are reserved apart from them."""
+    """Settings of transparent huge pages, and the reserved pools of hugetlb pages."""
 
     enabled: str | None
     defrag: str | None

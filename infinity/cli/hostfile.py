@@ -1,5 +1,4 @@
-"""Which hosts a run has, with how many slots: DeepSpeed's hostfile, and what --include and --exclude make of it. Pure
-but for the reading of one file."""
+"""The hosts of a run and their slots: DeepSpeed's hostfile, --include and --exclude. Pure but for reading one file."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ class Host(NamedTuple):
     name: str
     slots: int
     chosen: tuple[int, ...] = ()
-    """The slots that were asked for by their numbers, in order; empty: all."""
+    """Numbers of the chosen slots, in order; empty for all."""
 
     @property
     def ranks(self) -> int:
@@ -28,7 +27,7 @@ class Host(NamedTuple):
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts in a hostfile, in its order, which is that of their ranks. Raises ConfigError."""
+    """Read the hosts of a hostfile, in the order of their ranks. Raises ConfigError."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -40,14 +39,14 @@ def read_hostfile(path: Path) -> list[Host]:
         if not name:
             continue
         if not _HOST.fullmatch(name):
-            raise ConfigError(f"{where}: {name!r} is no name of a host; {_EXPECTED}")
+            raise ConfigError(f"{where}: {name!r} is not a host name; {_EXPECTED}")
         if name in hosts:
-            raise ConfigError(f"{where}: {name} is there already; name each host once, with all of its slots")
+            raise ConfigError(f"{where}: {name} is listed twice; name each host once, with all of its slots")
         unknown = [setting for setting in settings if not setting.startswith("slots=")]
         if unknown:
             raise ConfigError(f"{where}: {unknown[0]!r} is unknown; {_EXPECTED}")
         if len(settings) != 1 or not re.fullmatch("slots=0*[1-9][0-9]{0,5}", settings[0], re.ASCII):
-            raise ConfigError(f"{where}: {' '.join(settings) or 'no slots'}; {_EXPECTED}, one slot at least")
+            raise ConfigError(f"{where}: {' '.join(settings) or 'no slots'}; {_EXPECTED}, at least one slot")
         hosts[name] = Host(name, int(settings[0].removeprefix("slots=")))
     if not hosts:
         raise ConfigError(f"hostfile {path} has no host; {_EXPECTED} on each line")
@@ -55,8 +54,8 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def choose(hosts: Sequence[Host], *, include: str | None = None, exclude: str | None = None) -> list[Host]:
-    """The hosts and slots in `include` alone, or all but those in `exclude`: `worker-0@worker-1:0,2` is the whole of worker-0
-    and two slots of worker-1. Raises ConfigError."""
+    """Return only the slots in `include`, or all but those in `exclude`. `worker-0@worker-1:0,2` means all slots of
+    worker-0 and two of worker-1. Raises ConfigError."""
     if include is None and exclude is None:
         return [*hosts]
     option, text = ("--include", include) if include is not None else ("--exclude", exclude)
@@ -81,9 +80,9 @@ def _slots_named(hosts: Sequence[Host], where: str, text: str) -> dict[str, set[
         if name not in slots_of:
             raise ConfigError(f"{where}: there is no host {name!r}; there are {', '.join(slots_of)}")
         if colon and not re.fullmatch("[0-9]{1,6}(,[0-9]{1,6})*", numbers, re.ASCII):
-            raise ConfigError(f"{where}: expected a host with numbers of slots, such as {name}:0,2, got {part!r}")
+            raise ConfigError(f"{where}: expected a host with slot numbers, such as {name}:0,2, got {part!r}")
         slots = {int(number) for number in numbers.split(",")} if colon else {*range(slots_of[name])}
         if max(slots) >= slots_of[name]:
-            raise ConfigError(f"{where}: {name} has the slots 0 to {slots_of[name] - 1}, and no {max(slots)}")
+            raise ConfigError(f"{where}: {name} has the slots 0 to {slots_of[name] - 1}, not {max(slots)}")
         named.setdefault(name, set()).update(slots)
     return named

@@ -1,7 +1,7 @@
-"""The program `infinity-run`: torchrun on each host of a hostfile, over ssh; all end when one fails. Main thread, and
-two per host that copy what it prints.
+"""The program `infinity-run`: torchrun on each host of a hostfile, over ssh; if one fails, all are ended. Main thread,
+and two per host that copy its output.
 
-Torch is imported only where slots must be counted: on this machine, without a hostfile and a number.
+Imports torch only to count this machine's slots, if neither a hostfile nor a number is given.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _KILL_SECONDS = HOST_SECONDS + 2
 _POLL_SECONDS = 0.05
 
 _EPILOG = (
-    "What follows the script goes to it. Exit code: that of the rank that failed first; 255 if ssh can't reach a host; 1 for a "
-    "hostfile or an option that can't be used; 2 for wrong usage; 130 after Ctrl-C."
+    "Arguments after SCRIPT are passed to it. Exit code: that of the rank that failed first; 255 if ssh can't reach a "
+    "host; 1 for a hostfile or an option that can't be used; 2 for wrong usage; 130 after Ctrl-C."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `infinity-run` with `arguments` (those of the process where None); the exit code, as `run_program` has it."""
+    """Run `infinity-run` with `arguments` (default: those of the process). Returns the exit code of `run_program`."""
     return run_program(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity-run",
-        description="Run a script on this machine or, by ssh, on the hosts of a hostfile, as torchrun does on each.",
+        description="Run a script with torchrun, on this machine or, over ssh, on the hosts of a hostfile.",
         epilog=_EPILOG,
         usage="%(prog)s [options] SCRIPT [ARGUMENT ...]",
         allow_abbrev=False,
@@ -59,22 +59,22 @@ def _parser() -> argparse.ArgumentParser:
     text = "lines such as `worker-0 slots=8`; default: this machine"
     add("-H", "--hostfile", type=named_path, metavar="FILE", help=text)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("-i", "--include", metavar="HOSTS", help="only these, such as worker-0@worker-1:0,2")
+    chosen.add_argument("-i", "--include", metavar="HOSTS", help="only these slots, such as worker-0@worker-1:0,2")
     chosen.add_argument("-e", "--exclude", metavar="HOSTS", help="all but these")
-    add("--num-nodes", "--num_nodes", type=count, metavar="N", help="the first N hosts of those")
+    add("--num-nodes", "--num_nodes", type=count, metavar="N", help="only the first N of these hosts")
     names = ("--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus")
-    add(*names, type=count, metavar="N", help="ranks on each host, whatever its slots are")
-    add("--master-addr", "--master_addr", metavar="NAME", help="how hosts reach the first one (default: its name)")
+    add(*names, type=count, metavar="N", help="ranks on each host, regardless of its slots")
+    add("--master-addr", "--master_addr", metavar="NAME", help="address of the first host (default: its name)")
     text = f"a free port of the first host (default: {_PORT}; with one host, any)"
     add("--master-port", "--master_port", type=count, metavar="PORT", help=text)
-    add("--ssh-port", "--ssh_port", type=count, metavar="PORT", help="where sshd listens, on all hosts")
-    add("--ssh-option", action="append", default=[], metavar="NAME=VALUE", help="for ssh -o; may be repeated")
-    add("--workdir", metavar="DIR", help="where to start, on all hosts (default: this folder)")
-    text = "set it on all hosts, as PYTHONPATH, OMP_NUM_THREADS and what begins with NCCL_, TORCH_NCCL_, GLOO_ or INFINITY_ are"
+    add("--ssh-port", "--ssh_port", type=count, metavar="PORT", help="port of sshd, on all hosts")
+    add("--ssh-option", action="append", default=[], metavar="NAME=VALUE", help="passed to ssh -o; may be repeated")
+    add("--workdir", metavar="DIR", help="working folder on all hosts (default: this one)")
+    text = "set on all hosts, as are PYTHONPATH, OMP_NUM_THREADS, NCCL_*, TORCH_NCCL_*, GLOO_* and INFINITY_*"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text + "; may be repeated")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    add("--python", default=sys.executable, metavar="PYTHON", help="on all hosts (default: %(default)s)")
-    add("--dry-run", action="store_true", help="print the command of each host, for a shell, and run nothing")
+    add("--python", default=sys.executable, metavar="PYTHON", help="the Python on all hosts (default: %(default)s)")
+    add("--dry-run", action="store_true", help="print the shell command of each host, and run nothing")
     add("command", nargs=argparse.PARSER, metavar="SCRIPT", help="followed by its arguments")
     parser.set_defaults(func=_run)
     return parser
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"# {host.name}, ranks: {host.ranks}\n{shlex.join(commands[host.name])}")
         return 0
     if any(command[0] == "ssh" for command in commands.values()) and not shutil.which("ssh"):
-        raise ConfigError("there is no ssh on PATH, for hosts other than this machine: install openssh-client")
+        raise ConfigError("there is no ssh on PATH to reach other hosts: install openssh-client")
     failure = _run_until_failure(commands)
     if failure is None:
         return 0
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
-    """Those to run on, in the order of their ranks."""
+    """Return the hosts to run on, in the order of their ranks."""
     ranks = options.nproc_per_node
     if options.hostfile:
         hosts = read_hostfile(options.hostfile)
@@ -110,20 +110,18 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
         hosts = [Host(LOCALHOST, max(torch.accelerator.device_count(), 1))]
     hosts = choose(hosts, include=options.include, exclude=options.exclude)
     if options.num_nodes and options.num_nodes > len(hosts):
-        raise ConfigError(
-            f"--num-nodes {options.num_nodes}: there are no more than {len(hosts)}; name others in --hostfile"
-        )
+        raise ConfigError(f"--num-nodes {options.num_nodes}: there are only {len(hosts)}; add more to --hostfile")
     hosts = hosts[: options.num_nodes]
     numbered = [host.name for host in hosts if host.chosen]
     if ranks and numbered:
         raise ConfigError(
-            f"--nproc-per-node {ranks}: the slots of {numbered[0]} are chosen one by one; leave out either"
+            f"--nproc-per-node {ranks}: conflicts with the slots chosen of {numbered[0]}; leave out either"
         )
     return [host._replace(slots=ranks) for host in hosts] if ranks else hosts
 
 
 def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tuple[str, list[str]]]:
-    """The name of each host, and what is to be started here for it."""
+    """Yield the name of each host, and the command to start here for it."""
     exported, rendezvous = _exported(options.env), _rendezvous(options, hosts)
     here = (*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0])
     folder = options.workdir or str(Path.cwd())
@@ -139,7 +137,7 @@ def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tu
 
 
 def _exported(asked: Sequence[str]) -> list[str]:
-    """NAME=VALUE for the variables that all hosts get."""
+    """Return NAME=VALUE for each variable that all hosts get."""
     variables = {name: value for name, value in os.environ.items() if _EXPORTED.fullmatch(name)}
     for text in asked:
         name, equals, value = text.partition("=")
@@ -150,7 +148,7 @@ def _exported(asked: Sequence[str]) -> list[str]:
 
 
 def _rendezvous(options: argparse.Namespace, hosts: Sequence[Host]) -> list[str]:
-    """torchrun's options for the place where the hosts meet. A static one takes hosts with different numbers of ranks."""
+    """Return torchrun's rendezvous options. A static rendezvous supports hosts with different numbers of ranks."""
     if len(hosts) == 1 and not options.master_addr and not options.master_port:
         return ["--standalone"]  # on a free port
     first = options.master_addr or hosts[0].name.rpartition("@")[2]
@@ -160,25 +158,25 @@ def _rendezvous(options: argparse.Namespace, hosts: Sequence[Host]) -> list[str]
 
 
 def _ssh(options: argparse.Namespace) -> list[str]:
-    """ssh that asks nothing, and notices within two minutes that a host is gone. Of two settings it heeds the first."""
+    """Return an ssh that never prompts and notices a lost host in two minutes. Of repeated options the first counts."""
     settings = [*options.ssh_option, "BatchMode=yes", "ServerAliveInterval=30"]
     port = ["-p", str(options.ssh_port)] if options.ssh_port else []
     return ["ssh", *port, *(part for setting in settings for part in ("-o", setting))]
 
 
 def _why(name: str, command: Sequence[str], status: int) -> str:
-    """What a status means, and the next move."""
+    """Return what a status means, and what to do."""
     if command[0] != "ssh":
         return f"ended with status {status}; its last lines say why"
     if status == _SSH_FAILED:
         ssh = shlex.join([*command[:-1], "true"])
-        return f"can't be reached, or refuses us: `{ssh}` must work without a question; ssh-copy-id {name} gives it your key"
-    return f"ended with status {status}; its last lines say why, or `ssh {name}` and the command that --dry-run prints for it"
+        return f"can't be reached, or refuses us: `{ssh}` must work without a prompt; try ssh-copy-id {name}"
+    return f"ended with status {status}; its last lines say why; or run the command of --dry-run there, by `ssh {name}`"
 
 
 def _run_until_failure(commands: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
-    """Run the command of each host, until all have ended or one fails. Then end the others, and return its name and status."""
-    pipe = subprocess.PIPE if len(commands) > 1 else None  # of one host stdout may stay a terminal
+    """Run each host's command until all end or one fails, then end the others. Returns the failed name and status."""
+    pipe = subprocess.PIPE if len(commands) > 1 else None  # with one host, stdout may stay a terminal
     processes: dict[str, subprocess.Popen[str]] = {}
     copiers = []
     try:
@@ -190,7 +188,7 @@ def _run_until_failure(commands: Mapping[str, Sequence[str]]) -> tuple[str, int]
                 stderr=pipe,
                 text=True,
                 errors="backslashreplace",
-                start_new_session=True,  # Ctrl-C is for us: we end them, and see them end
+                start_new_session=True,  # Ctrl-C reaches only us; we end them
             )
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 if source is not None:
@@ -212,7 +210,7 @@ def _run_until_failure(commands: Mapping[str, Sequence[str]]) -> tuple[str, int]
 
 
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Close stdin, at which each host ends its ranks (see torchrun.py), and kill what is still there after _KILL_SECONDS."""
+    """Close stdin, so that each host ends its ranks (see torchrun.py); kill what is left after _KILL_SECONDS."""
     for process in processes:
         assert process.stdin is not None
         process.stdin.close()
@@ -229,7 +227,7 @@ _writing = threading.Lock()
 
 
 def _copy(source: IO[str], target: IO[str], prefix: str) -> None:
-    """Copy lines. Where nobody reads ours any more, close `source`, so that the host fails for it."""
+    """Copy lines. If our own reader is gone, close `source`, so that the host fails."""
     with source, contextlib.suppress(OSError):
         for line in source:
             with _writing:

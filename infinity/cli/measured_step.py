@@ -1,10 +1,10 @@
-"""The training steps that `infinity-bench step` times, and what they are held to.
+"""The training steps that `infinity-bench step` times, and their lower bound.
 
 [Note: The lower bound of a measured step]
-It is the longer of two times, both measured in the rounds of the step: that of plain PyTorch, which holds the same model in
-memory (`plain_torch`), and that of the step's bytes at the rate that the drive gives while it reads and writes. Neither knows
-what the step took, so a step that copies, faults or waits too much stands far above it. The step less its waiting would be no
-such figure: whatever held the step up would count as compute, and the ratio to it would be near 1 however slow the step is.
+The lower bound is the longer of two times, both measured in the rounds of the step: a step of plain PyTorch with the
+same model in memory (`plain_torch`), and the drive time for the step's bytes at the mixed rate. Neither depends on the
+step's own time, so a step that copies, faults or waits too much is far above it. Step time less stalls is no bound: it
+counts all other delays as compute, so the ratio to it is near 1 however slow the step is.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from infinity.units import MIB, format_count
 _DRIVE_FILE_BYTES = 256 * MIB
 _DRIVE_POOL_BYTES = 64 * MIB
 _DRIVE_SECONDS = 0.15
-"""Of a trial of each kind, in every round."""
+"""Seconds of a trial of each kind, in every round."""
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.01},
@@ -57,8 +57,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What was measured in turn: a step from the drive, one of plain PyTorch (None: left out), and the drive's bytes/s for each
-    workload."""
+    """Measurements of one round: a step from the drive, one of plain PyTorch (None: left out), and the drive's bytes/s
+    for each workload."""
 
     step: dict[str, Any]
     plain: PlainStep | None
@@ -137,7 +137,7 @@ def measure(options: argparse.Namespace, plain_orders: Connection) -> tuple[dict
 
 
 def _measure_machine(options: argparse.Namespace, shape: Shape, show: Callable[[str], None]) -> Machine:
-    """`measure_machine` in a process of its own: what its heap keeps would count against --memory-limit."""
+    """Run `measure_machine` in its own process: its heap would count against --memory-limit."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         with without_interrupts():
             measured = pool.submit(_machine_and_lines, options.path, shape, options.batch_size)
@@ -145,7 +145,7 @@ def _measure_machine(options: argparse.Namespace, shape: Shape, show: Callable[[
             machine, lines = measured.result()
         except BrokenProcessPool:
             raise InfinityError(
-                "the process that measured this machine was ended, by the kernel if memory ran out: raise --memory-limit"
+                "the process that measured this machine was killed, probably out of memory: raise --memory-limit"
             ) from None
     for line in lines:
         show(line)
@@ -160,7 +160,7 @@ def _machine_and_lines(path: Path, shape: Shape, samples: int) -> tuple[Machine,
 def _rounds(
     engine: infinity.Engine, options: argparse.Namespace, plain: PlainTorch, show: Callable[[str], None]
 ) -> list[Round]:
-    """The steps that count, each with one of plain PyTorch and a trial of the drive, driven as the engine drives it."""
+    """Take the timed steps, each with one of plain PyTorch and a trial of the drive at the engine's settings."""
     rounds = []
     io = choose_storage(engine.config).io
     with DriveTest(options.path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES) as drive:
@@ -177,10 +177,10 @@ def _rounds(
 
 
 def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel: int, backend: str) -> dict[str, Any]:
-    """Medians over the rounds, and what a step is held to: [Note: The lower bound of a measured step].
+    """Return medians over the rounds, with the lower bound: [Note: The lower bound of a measured step].
 
-    planned_bytes: read and written in a step by its plan. Where the pool spared some of them, those that were moved count;
-    where some were moved twice, those of the plan.
+    planned_bytes: (read, written) in a step by its plan. The smaller of planned and moved bytes counts: the pool may
+    save some, and some may be moved twice.
     """
     steps = [measured.step for measured in rounds]
     median = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
@@ -188,7 +188,7 @@ def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel:
     moved_bytes = median["read_bytes"], median["written_bytes"]
     drive_seconds = sum(map(min, planned_bytes, moved_bytes)) / rates[Workload.MIXED]
     plain = [measured.plain for measured in rounds if measured.plain is not None]
-    plain = plain if len(plain) == len(rounds) else []  # it ended on the way
+    plain = plain if len(plain) == len(rounds) else []  # it ended early
     torch_seconds = _median(step.seconds for step in plain)
     lower_bound = max(torch_seconds or 0.0, drive_seconds)
     return {
@@ -197,7 +197,7 @@ def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel:
         "torch_in_memory_seconds": torch_seconds,
         "drive_seconds": drive_seconds,
         "lower_bound_seconds": lower_bound,
-        # None where all is cached, and there is nothing to compare with.
+        # None if everything is cached and plain PyTorch was left out.
         "over_lower_bound": median["seconds"] / lower_bound if lower_bound > 0 else None,
         "cpu_seconds_per_step": median["cpu_seconds"],
         "minor_faults_per_step": median["minor_faults"],
@@ -211,7 +211,7 @@ def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    """None where there are no values."""
+    """Return the median; None without values."""
     return statistics.median(known) if (known := list(values)) else None
 
 
@@ -242,7 +242,7 @@ def _make_engine(options: argparse.Namespace, shape: Shape) -> infinity.Engine:
 
 
 def _step(engine: infinity.Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """One step, its last writes included."""
+    """Take one step, including its last writes."""
     micro_batches = [tokens(options.batch_size, options.seq) for _ in range(options.accumulation)]
     before, used_before = engine.swap_stats(), Usage.now()
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Runs a command within a hard limit of memory: a control group if we may make one, else RLIMIT_DATA of the process.
+"""Runs a command within a hard memory limit: a control group if permitted, else RLIMIT_DATA of the process.
 
-The kernel kills a process that exceeds a control group's limit. With RLIMIT_DATA an allocation fails instead; the limit counts
-private writable memory, and no shared libraries or files.
+The kernel kills a process that exceeds a control group's limit. With RLIMIT_DATA an allocation fails instead; that
+counts private writable memory only, without shared libraries and files.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet", "--collect")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """How a child process gets its limit. command: its own command follows this one. enter: runs in the child before it."""
+    """The limit of a child process. command: prefix of the child's command. enter: runs in the child before it."""
 
     in_words: str
     command: tuple[str, ...] = ()
     enter: Callable[[], None] | None = None
 
     def run(self, command: list[str], *, pass_fds: Sequence[int] = ()) -> int:
-        """Run a command to its end on this terminal; returns its exit status, -N if signal N ended it."""
+        """Run a command on this terminal until it ends. Returns its exit status, -N if signal N ended it."""
         with subprocess.Popen([*self.command, *command], preexec_fn=self.enter, pass_fds=pass_fds) as process:
             while True:
                 try:
@@ -47,28 +47,28 @@ class MemoryLimit:
 
 @contextlib.contextmanager
 def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
-    """The hardest limit that this system lets us set. Raises InfinityError if it lets us set none."""
+    """Yield the strictest limit that this system permits. Raises InfinityError if it permits none."""
     with contextlib.ExitStack() as stack:
         for way in (_systemd, _own_group, _of_the_process):
             if (limit := stack.enter_context(way(nbytes))) is not None:
                 yield limit
                 return
         raise InfinityError(
-            "this system lets us set no limit of memory: run as root, or where systemd runs for the user (systemd-run --user)"
+            "this system permits no memory limit: run as root, or where systemd runs for the user (systemd-run --user)"
         )
 
 
 @contextlib.contextmanager
 def _systemd(nbytes: int) -> Iterator[MemoryLimit | None]:
-    """A scope of the user's own service manager."""
+    """Use a scope of the user's service manager."""
     command = (*SYSTEMD_RUN, "--property", f"MemoryMax={nbytes}", "--property", "MemorySwapMax=0")
     works = shutil.which(command[0]) and not subprocess.run([*command, "true"], capture_output=True).returncode
-    yield MemoryLimit("a control group, made by systemd", command) if works else None
+    yield MemoryLimit("a control group, created by systemd", command) if works else None
 
 
 @contextlib.contextmanager
 def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
-    """A control group below this process's own, if it may make one (root, as a rule)."""
+    """Create a control group below this process's own, if permitted (usually as root)."""
     version_1, version_2 = "memory.limit_in_bytes", "memory.max"
     group = None
     try:
@@ -100,7 +100,7 @@ def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
 
 
 def _parent() -> Path:
-    """The folder of this process's group in the hierarchy that limits memory. Raises OSError if there is none."""
+    """Return this process's group folder in the hierarchy that limits memory. Raises OSError if there is none."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -113,7 +113,7 @@ def _parent() -> Path:
 
 
 def _enter(processes: str) -> None:
-    """Put the process that calls this into a group."""
+    """Move the calling process into a group."""
     Path(processes).write_text(str(os.getpid()))
 
 
@@ -122,4 +122,4 @@ def _of_the_process(nbytes: int) -> Iterator[MemoryLimit | None]:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     may = hard == resource.RLIM_INFINITY or hard >= nbytes
     enter = functools.partial(resource.setrlimit, resource.RLIMIT_DATA, (nbytes, nbytes))
-    yield MemoryLimit("a limit of the process (RLIMIT_DATA)", enter=enter) if may else None
+    yield MemoryLimit("a process limit (RLIMIT_DATA)", enter=enter) if may else None

@@ -1,7 +1,7 @@
-"""Plain PyTorch held in memory: what a user would run who has the memory, and what a measured step is held to.
+"""Plain PyTorch in memory: training with enough memory, and the reference time for a measured step.
 
-`PlainTraining` is the training: a bf16 model, fp32 masters, torch's optimizer (the fused one), no FSDP2. `plain_process` runs
-it in a process of its own, so that neither side has the other's heap, threads, page faults or limit of memory.
+`PlainTraining` is the training: a bf16 model, fp32 masters, torch's optimizer (Adam fused), no FSDP2. `plain_process`
+runs it in its own process, so that the two share no heap, threads, page faults or memory limit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from infinity.runtime.resolved import compute_device
 from infinity.units import GIB, format_bytes
 
 STATE_BYTES = 18
-"""Per parameter: the bf16 model, and in fp32 the master, its gradient and two moments."""
+"""Bytes per parameter: the bf16 model, and in fp32 the master, its gradient and two moments."""
 
 PROCESS_BYTES = GIB // 2
-"""Python and torch, and the bf16 gradients that are on their way to fp32."""
+"""Bytes of Python, torch, and the bf16 gradients that are being converted to fp32."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -49,14 +49,14 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "SGD": lambda masters: torch.optim.SGD(masters, lr=1e-3, momentum=0.9),
     "Muon": _muon,
 }
-"""Makes torch's optimizer over named masters."""
+"""Functions that create torch's optimizer over named masters."""
 
 Make = Callable[[torch.device], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
-"""Makes, on a device, an fp32 model and what computes its loss on a new batch. It is pickled."""
+"""Creates, on a device, an fp32 model and a function that computes its loss on a new batch. It is pickled."""
 
 
 class Usage(NamedTuple):
-    """What this process has used so far, all threads together."""
+    """Resources that all threads of this process have used so far."""
 
     cpu_seconds: float
     minor_faults: int
@@ -71,11 +71,11 @@ class Usage(NamedTuple):
 
 
 class PlainTraining:
-    """The training of `model`, which is fp32 and becomes bf16, or fp16 under torch's loss scaling.
+    """Training of `model`, which is converted from fp32 to bf16, or to fp16 with torch's loss scaling.
 
-    A gradient goes from 16 bits to its master's as soon as it is there, and its memory serves the next one: on a CPU that
-    takes a quarter of the page faults of converting all of them after the backward, and 2 bytes less per parameter. Every
-    parameter must have a gradient in every backward.
+    Each gradient is converted to its master's as soon as it exists, and its memory is reused for the next one. Compared
+    with converting all after the backward, this takes a quarter of the page faults on a CPU and 2 bytes less per
+    parameter. Every parameter must have a gradient in every backward.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PlainTraining:
         self.model = model
         self._clipping = clipping
         self._params: list[torch.Tensor] = list(model.parameters())
-        self._masters = [param.detach() for param in self._params]  # they keep the memory that the conversion leaves
+        self._masters = [param.detach() for param in self._params]  # keep the fp32 memory through the conversion
         assert all(master.dtype == torch.float32 for master in self._masters)
         model.to(dtype)
         for param, master in zip(self._params, self._masters, strict=True):
@@ -107,12 +107,12 @@ class PlainTraining:
         return sum(param.numel() for param in self._params)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward of a micro-batch, whose gradients are added to those of the ones before it."""
+        """Run the backward of a micro-batch; its gradients are added to those of the step's earlier ones."""
         torch.autograd.backward(self._scaler.scale(loss))
         self._accumulates = True
 
     def step(self) -> None:
-        """Clip, update the masters, and give the model their values."""
+        """Clip, update the masters, and copy them to the model."""
         if self._clipping > 0:
             self._scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self._masters, self._clipping)
@@ -136,7 +136,7 @@ class PlainTraining:
 
 @dataclass(frozen=True)
 class PlainStep:
-    """What one step took. peak_rss_bytes: the largest resident size of its process so far."""
+    """Cost of one step. peak_rss_bytes: the largest resident size of its process so far."""
 
     seconds: float
     usage: Usage
@@ -144,9 +144,9 @@ class PlainStep:
 
 
 class PlainTorch:
-    """Takes steps of plain PyTorch in the process at the other end of `orders`. Used by one thread.
+    """Client of the plain PyTorch process at the other end of `orders`. Used by one thread.
 
-    If a step is None, that process can't take it, or has ended: `report` was told why, in a line.
+    A step is None if that process can't take it, or has ended; `report` then got the reason, as a line.
     """
 
     def __init__(self, orders: Connection, report: Callable[[str], None]) -> None:
@@ -154,7 +154,7 @@ class PlainTorch:
         self._report = report
 
     def step(self) -> PlainStep | None:
-        """Take a step; what it took."""
+        """Take a step and return its cost."""
         if self._orders.closed:
             return None
         try:
@@ -170,7 +170,7 @@ class PlainTorch:
 
 
 def why_not(shape: Shape, samples: int) -> str | None:
-    """Why the memory that is left can't hold plain PyTorch's training of this `shape`, `samples` at a time; None if it can."""
+    """Return why available memory can't hold plain PyTorch's training of `shape` and `samples`; None if it can."""
     needed = STATE_BYTES * shape.numel + shape.activation_bytes(samples, shape.layers) + shape.logits_bytes(samples)
     device = compute_device()
     if device.type == "cuda":
@@ -186,13 +186,13 @@ def why_not(shape: Shape, samples: int) -> str | None:
 def plain_process(
     make: Make, *, shape: Shape, samples: int, clipping: float, micro_batches: int = 1, optimizer: str = "AdamW"
 ) -> Iterator[Connection]:
-    """A process that takes steps of plain PyTorch: the connection for `PlainTorch`.
+    """Start a process that takes steps of plain PyTorch; yields the connection for `PlainTorch`.
 
-    It makes the model when it is asked for the first step, if the memory that is left then can hold it.
+    The first step creates the model, if available memory can then hold it.
 
-    shape, samples: of the model that `make` makes, and of a micro-batch.
+    shape, samples: of the model that `make` creates, and of a micro-batch.
     """
-    spawn = multiprocessing.get_context("spawn")  # a forked one would inherit OpenMP's threads as dead
+    spawn = multiprocessing.get_context("spawn")  # OpenMP's threads don't survive a fork
     ours, orders = spawn.Pipe()
     arguments = (orders, make, shape, samples, clipping, micro_batches, optimizer, torch.get_num_threads())
     process = spawn.Process(target=_serve, args=arguments, daemon=True)
@@ -208,7 +208,7 @@ def plain_process(
 
 
 def end_first_without_memory() -> None:
-    """Let the kernel end this process before any other where memory runs out: it is a comparison, not the training."""
+    """Make the kernel kill this process first if memory runs out: it is a comparison, not the training."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -223,7 +223,7 @@ def _serve(
     optimizer: str,
     threads: int,
 ) -> None:
-    """Take a step for each order, until the other side is gone."""
+    """Take a step for each order, until the other side closes."""
     end_first_without_memory()
     torch.set_num_threads(threads)
     training: PlainTraining | None = None
@@ -237,7 +237,7 @@ def _serve(
                     model, loss_of = make(compute_device())
                     training = PlainTraining(model, clipping=clipping, optimizer=optimizer)
                 orders.send(_timed_step(training, loss_of, micro_batches))
-            except (RuntimeError, MemoryError) as error:  # no memory, as the allocator tells it
+            except (RuntimeError, MemoryError) as error:  # the allocator's out-of-memory errors
                 orders.send(str(error).splitlines()[0] if str(error) else repr(error))
 
 
@@ -254,6 +254,6 @@ def _timed_step(training: PlainTraining, loss_of: Callable[[nn.Module], torch.Te
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident size of this process. getrusage would tell that of the process that started it, if it is more."""
+    """Return the largest resident size of this process. getrusage would return its parent's, if larger."""
     peak = re.search(r"VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")) or "")
     return 1024 * int(peak[1]) if peak else 0

@@ -16,12 +16,12 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class UsageError(ConfigError):
-    """Options that can't be met as they were given."""
+    """Options that can't be satisfied."""
 
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Turn errors in the block into wrong usage."""
+    """Turn errors in the block into UsageError."""
     try:
         yield
     except (InfinityError, ValueError) as error:
@@ -63,7 +63,7 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What is printed, such as a path, may hold what the terminal's encoding does not.
+        # Output, such as a path, may hold characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run(options)
@@ -99,7 +99,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold back signals that would end the program until the block is done: a folder is created or removed as a whole."""
+    """Delay signals that would end the program until the block ends: a folder is created or removed as a whole."""
     arrived: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.signal(number, lambda arriving, _frame: arrived.append(arriving))) for number in numbers]
@@ -114,8 +114,8 @@ def signals_held() -> Iterator[None]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes that start in the block get no Ctrl-C; the caller ends them. One that comes meanwhile arrives after it."""
-    resource_tracker.ensure_running()  # which would unblock the signal when it starts
+    """Keep Ctrl-C from processes that start in the block; the caller ends them. A Ctrl-C meanwhile arrives after it."""
+    resource_tracker.ensure_running()  # its start would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

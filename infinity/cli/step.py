@@ -1,8 +1,8 @@
 """`infinity-bench step`: times real training steps of a synthetic transformer from a drive, and their lower bound.
 
 Checks its options, trains (`measured_step`), then prints. Its files on the drive have no name and are gone when it ends.
-With --memory-limit it runs itself again as a child within the limit, and gives that child the connection to plain PyTorch's
-process, which stays outside of it.
+With --memory-limit it runs itself again as a child within the limit, and gives that child the connection to plain
+PyTorch's process, which has no limit.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ POOL_BYTES_MIN = 2 * ACCESS_BYTES
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon")
 
 _DESCRIPTION = """\
-Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it moved and how long it
-waited, with the lower bound: the longer of a step of plain PyTorch in memory and of what the bytes take at the bandwidth that
-the drive gave, all measured in turns."""
+Train a synthetic transformer from a drive for a few steps. Prints step time, bytes moved, stalls and the lower bound:
+the longer of a step of plain PyTorch in memory and the drive time for the same bytes, all measured in turns."""
 
 _EPILOG = """\
 examples:
   infinity-bench step /local_nvme --params 200M
   infinity-bench step /local_nvme --params 1B --batch-size 1 --memory-limit 5GiB --pinned-bytes-max 512MiB --json step.json
 
-exit code: 0 when done; 1 where it could not run, with the reason; 2 for wrong usage.
+exit code: 0 when done; 1 if it could not run, with the reason; 2 for wrong usage.
 docs/step.md says what is measured, and lists the keys of --json."""
 
 
@@ -58,34 +57,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--params", type=params, default=40_000_000, metavar="COUNT", help='such as "200M" (default: 40M)')
     add_path(parser, "folder on the drive (default: the current one)")
     add("--steps", type=count, default=5, metavar="N", help="steps to time (default: 5)")
-    add("--warmup", type=count, default=5, metavar="N", help="steps before them (default: 5)")
+    add("--warmup", type=count, default=5, metavar="N", help="warm-up steps before them (default: 5)")
     seq = checked_value(whole_number, at_least=2)
     add("--seq", type=seq, default=256, metavar="N", help="tokens per sequence (default: 256)")
     add_training(parser, batch_size=4, schedule="vertical", optimizers=OPTIMIZERS, cache=0)
     add("--clipping", type=norm, metavar="NORM", help="largest norm of the gradient; 0 does not clip (default: 1.0)")
-    text = 'pinned memory, its cache included, such as "512MiB" (default: auto)'
+    text = 'pinned memory, including its cache, such as "512MiB" (default: auto)'
     add("--pinned-bytes-max", default="auto", metavar="BYTES", help=text)
     limit = checked_value(parse_bytes, at_least=MEMORY_LIMIT_MIN)
-    text = 'all memory that the training may have, such as "4GiB"; plain PyTorch has no limit (default: none)'
+    text = 'memory limit of the training, such as "4GiB"; plain PyTorch has none (default: none)'
     add("--memory-limit", type=limit, metavar="BYTES", help=text)
     add("--plain-orders", type=int, help=argparse.SUPPRESS)  # of the child within the limit: a file descriptor
     add_json(parser)
-    text = "take one more step, and write what the drives and the training thread did in it when, for ui.perfetto.dev"
+    text = "take one more step, and write a timeline of the drives and the training thread, for ui.perfetto.dev"
     add("--trace", type=Path, metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and print: 0 when done. Raises InfinityError, and of it UsageError for options that can't be met."""
+    """Train and print; returns 0. Raises InfinityError, as UsageError for options that can't be satisfied."""
     options.path = options.path or Path()
     with usage_checked():
         if options.no_clipping and options.clipping:
-            raise ValueError(f"--no-clipping does not go with --clipping {options.clipping:g}: leave one of them out")
+            raise ValueError(f"--no-clipping contradicts --clipping {options.clipping:g}: leave one of them out")
         if options.clipping is None:
             options.clipping = 0.0 if options.no_clipping else 1.0
         options.no_clipping = options.clipping == 0
         if options.pinned_bytes_max != "auto" and parse_bytes(options.pinned_bytes_max) < POOL_BYTES_MIN:
             raise ValueError(
-                f"--pinned-bytes-max {options.pinned_bytes_max} is below the least that works, "
+                f"--pinned-bytes-max {options.pinned_bytes_max} is below the minimum of "
                 f"{format_bytes(POOL_BYTES_MIN)}: raise it, or leave it out"
             )
         check_files(options, "json", "trace")
@@ -108,23 +107,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_within(limit_bytes: int, plain: Connection) -> int:
-    """Run this command again as a child within a limit of memory; its exit code.
+    """Run this command again as a child within a memory limit. Returns its exit code.
 
-    Raises InfinityError if the kernel ended the child.
+    Raises InfinityError if the kernel killed the child.
     """
     with memory_limit(limit_bytes) as limit:
         command = [sys.executable, "-m", f"{__package__}.bench", *sys.argv[1:], "--plain-orders", str(plain.fileno())]
         status = limit.run(command, pass_fds=[plain.fileno()])
     if status == -signal.SIGKILL:
         raise InfinityError(
-            f"the kernel ended the training: it takes more than --memory-limit {format_bytes(limit_bytes)} "
+            f"the kernel killed the training: it takes more than --memory-limit {format_bytes(limit_bytes)} "
             f"({limit.in_words}): raise it, or lower --pinned-bytes-max, --batch-size or --params"
         )
     return status if status >= 0 else 128 - status
 
 
 def norm(text: str) -> float:
-    """A type for argparse: the largest norm of a gradient; 0 does not clip."""
+    """Parse the largest norm of a gradient (an argparse type); 0 does not clip."""
     try:
         value = float(text)
     except ValueError:
@@ -147,14 +146,14 @@ def _lower_bound_in_words(result: dict[str, Any]) -> str:
     """[Note: The lower bound of a measured step]"""
     if result["over_lower_bound"] is None:
         return "none: nothing moved, and plain PyTorch was left out"
-    which = "the longer of the two" if result["torch_in_memory_seconds"] is not None else "by the drive alone"
+    which = "the longer of the two" if result["torch_in_memory_seconds"] is not None else "the drive time alone"
     return f"{result['lower_bound_seconds']:.3f} s, {which}; a step takes {result['over_lower_bound']:.2f} times it"
 
 
 def _predicted(result: dict[str, Any]) -> str:
     seconds = result["predicted_seconds"]
     if seconds is None:
-        return "the planner says that this model can't run here"
+        return "the planner finds no configuration that fits here"
     return f"{seconds:.3f} s by the planner; the measured step is {result['seconds'] / seconds - 1:+.0%} from it"
 
 
@@ -168,9 +167,9 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
     within = f", shared libraries included, within a limit of {format_bytes(limit)}" if limit is not None else ""
     facts = {
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
-        "of it waiting for the drive": f"{stall:.3f} s",
+        "waiting for the drive": f"{stall:.3f} s",
         "plain PyTorch in memory": _plain_in_words(result),
-        "its bytes, by the drive": f"{result['drive_seconds']:.3f} s",
+        "drive time for the same bytes": f"{result['drive_seconds']:.3f} s",
         "lower bound": _lower_bound_in_words(result),
         "CPU seconds, minor faults": f"{result['cpu_seconds_per_step']:.3f}, {result['minor_faults_per_step']:.0f} a step",
         "predicted": _predicted(result),

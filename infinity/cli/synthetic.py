@@ -1,4 +1,4 @@
-"""A transformer of any size to time steps with: the shapes and the arithmetic of a GPT, random tokens, no meaning."""
+"""A synthetic transformer of any size for timing steps: shapes and arithmetic of a GPT, random tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HEAD = 64
 
 
 def shape_of(layers: int, hidden: int, *, seq: int) -> Shape:
-    """For a hidden size that is a multiple of 64, the width of a head. Without biases and norms that learn; the head is the
-    embedding."""
+    """Return the shape for a hidden size that is a multiple of 64, the width of a head. No biases or learned norms; the
+    output head is the embedding."""
     block, embedding = BLOCK_FACTOR * hidden**2, VOCABULARY * hidden
     return Shape(layers, hidden, hidden // HEAD, seq, VOCABULARY, block, embedding)
 
 
 def shape_for(numel: int, *, seq: int) -> Shape:
-    """The shape nearest to `numel` parameters among those about 64 times as wide as deep, as GPTs are."""
+    """Return the shape nearest to `numel` parameters among those about 64 times as wide as deep, like GPTs."""
     shapes = [shape_of(layers, HEAD * width, seq=seq) for layers in range(2, 129) for width in range(1, 257)]
     return min(shapes, key=lambda s: 20 * abs(s.numel / numel - 1) + abs(s.hidden / (64 * s.layers) - 1))
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """(batch, length) token numbers to the mean cross entropy of the next token."""
+    """A model from (batch, length) token numbers to the mean cross entropy of the next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Transformer(nn.Module):
 
 
 def tokens(samples: int, seq: int, device: torch.device | None = None) -> torch.Tensor:
-    """A batch of random token numbers, (samples, seq + 1)."""
+    """Return a batch of random token numbers, (samples, seq + 1)."""
     return torch.randint(VOCABULARY, (samples, seq + 1), device=device)
 
 
 def make_training(
     shape: Shape, samples: int, device: torch.device
 ) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """The model on `device`, and its loss on a new batch."""
+    """Return the model on `device`, and a function that computes its loss on a new batch."""
     torch.manual_seed(0)
     with device:
         model = Transformer(shape)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def table_of(*names: str, words: int = 0, title: str | None = None) -> Table:
-    """A table with these columns. The first `words` of them hold words, the others hold numbers."""
+    """Return a table with these columns. The first `words` of them hold text, the others numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for place, name in enumerate(names):
         table.add_column(name, justify="left" if place < words else "right", no_wrap=True)
@@ -18,7 +18,7 @@ def table_of(*names: str, words: int = 0, title: str | None = None) -> Table:
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print a table with a row for each fact that is known."""
+    """Print a table with a row for each fact that is not None."""
     table = Table(show_header=False)
     for name, value in facts.items():
         if value is not None:

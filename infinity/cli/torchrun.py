@@ -1,8 +1,8 @@
-"""What `infinity-run` starts on each host: torchrun, until its ranks have ended or stdin closes. Main thread, and one
-that waits for stdin.
+"""The program that `infinity-run` starts on each host: torchrun, until its ranks have ended or stdin closes. Main
+thread, and one that waits for stdin.
 
-Stdin tells another machine that the launcher has ended, however it did: sshd closes it with the connection. A terminal
-(`ssh -tt`) would also hang up, but it makes one stream of stdout and stderr, and changes what it carries.
+Stdin shows a remote host that the launcher has ended, for any reason: sshd closes it with the connection. A terminal
+(`ssh -tt`) would also hang up, but it merges stdout and stderr, and changes what they carry.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import time
 from collections.abc import Sequence
 
 RANK_SECONDS = 5
-"""From SIGTERM to SIGKILL for the ranks of a host that has to end."""
+"""Seconds from SIGTERM to SIGKILL for the ranks of a host that has to end."""
 
 HOST_SECONDS = RANK_SECONDS + 3
-"""After which torchrun is left where it stands: it may be waiting, in C++, for hosts that have ended."""
+"""Seconds after which torchrun is abandoned: it may be waiting, in C++, for hosts that have ended."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with `arguments`, options as `--name=value`, and return the status of the rank that failed first: 0 where
+    """Run torchrun with `arguments`, options as `--name=value`. Returns the status of the rank that failed first: 0 if
     none has, 128 + N for signal N."""
-    # No handlers of our own: before there are ranks, SIGTERM ends a process that waits in C++ for other hosts.
+    # No signal handlers: before there are ranks, SIGTERM must end a process that waits in C++ for other hosts.
     threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that no rank reads the launcher's
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that no rank reads the launcher's stdin
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
-    except (OSError, RuntimeError) as error:  # of the rendezvous: a port in use, a name that leads nowhere
+    except (OSError, RuntimeError) as error:  # of the rendezvous: a port in use, an unknown host
         print(f"torchrun: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""The options for a training that is planned or timed, and the work that they describe."""
+"""Options of a training that is planned or timed, and the work that they describe."""
 
 from __future__ import annotations
 
@@ -32,36 +32,34 @@ def add_training(
     text = f"sequences per micro-batch and GPU (default: {batch_size})"
     add("--batch-size", type=count, default=batch_size, metavar="N", help=text)
     add("--accumulation", type=count, default=1, metavar="N", help="micro-batches per step (default: 1)")
-    text = "horizontal: one micro-batch after the other, as in a loop; vertical: all of them through a group before the next, "
-    text += f"as Engine.train_batch can (default: {schedule})"
+    text = "horizontal: one micro-batch after the other, as in a loop; vertical: all of them through a group before "
+    text += f"the next, as in Engine.train_batch (default: {schedule})"
     add("--schedule", choices=get_args(Schedule), default=schedule, help=text)
-    text = "how masters are kept on NVMe: as compute parameter and remainder, or in full (default: split)"
+    text = "how masters are stored on NVMe: split into compute parameter and remainder, or in full (default: split)"
     add("--master-weights", choices=get_args(MasterWeights), default="split", help=text)
-    text = "how AdamW's two moments are kept on NVMe; bf16 takes 4 bytes less of each parameter, 8bit takes 6 less, and both "
-    text += "change the numbers (default: fp32)"
+    text = "dtype of AdamW's two moments on NVMe; bf16 saves 4 bytes per parameter, 8bit saves 6, and both change the "
+    text += "results (default: fp32)"
     add("--moments-dtype", choices=[*MOMENT_BYTES_OF], default="fp32", help=text)
-    text = "when what rests on NVMe is updated; auto: in the backward, where there is space for what that takes with clipping "
+    text = "when state on NVMe is updated; auto: in the backward, if there is space for what that takes with clipping "
     text += "or accumulation, else before the next forward"
     add("--update", choices=("auto", *get_args(Update)), default="auto", help=text)
     add("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
-    text = "what is kept of each parameter beside its master: two numbers (AdamW and Adam), one of the blocks' matrices and "
-    text += "two of all else (Muon), one (SGD, with momentum), or none (plain-SGD) (default: AdamW)"
+    text = "optimizer, with its moments per parameter: two (AdamW and Adam), one for the blocks' matrices and two for "
+    text += "all else (Muon), one (SGD, with momentum), or none (plain-SGD) (default: AdamW)"
     add("--optimizer", choices=optimizers, default="AdamW", help=text)
     default = "all memory that is left, or 0 if that is faster or with --pinned-bytes-max" if cache is None else cache
     text = "part of the pinned memory that keeps compute parameters and optimizer state from step to step "
     add("--cache", type=size_or_none, default=cache, metavar="BYTES", help=f"{text}(default: {default})")
-    text = (
-        "host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)"
-    )
+    text = "host memory of a rank in which gradients wait for their update; the others wait on NVMe (default: all)"
     add("--gradient-memory", type=size_or_none, metavar="BYTES", help=text)
 
 
 def work_from(
     options: argparse.Namespace, model: Transformer, *, ranks: int = 1, at_once: int | None = None, **others: Any
 ) -> Work:
-    """What one rank does in a step, by the options of `add_training`.
+    """Return the work of one rank in a step, from the options of `add_training`.
 
-    at_once: micro-batches that pass through a group before the next; as --schedule says where None.
+    at_once: micro-batches that pass through a group before the next; None: as --schedule says.
     others: more attributes of `Work`.
 
     Raises ConfigError for options that don't go together.

@@ -212,7 +212,7 @@ def test_ended_early_it_leaves_nothing_and_tells_what_it_found(
         (["{folder}", "--size", "1MiB"], "at least"),
         (["{folder}", "--rounds", "0"], "at least 1"),
         (["{folder}", "--params", "many"], "expected a count"),
-        (["{folder}", "--backend", "carrier_pigeon"], "no such backend, but io_uring"),
+        (["{folder}", "--backend", "carrier_pigeon"], "no such backend; there are io_uring"),
         (["{folder}", "--json", "{folder}/nowhere/found.json"], "can't be written"),
         (["{folder}", "--json", "{folder}"], "can't be written"),
         (["{folder}", "--plot", "{folder}/found.doc"], "must end in"),

@@ -1,1 +1,1 @@
-"""`infinity-bench doctor`: `command` asks and prints, the checks judge and try."""
+"""`infinity-bench doctor`: `command` runs the checks and prints what they find."""

@@ -1,6 +1,6 @@
-"""`infinity-bench doctor`: would training with NVMe work here, and what would make it work better?
+"""`infinity-bench doctor`: checks whether training with NVMe works here, and what would make it work better.
 
-Runs the checks, prints what they found, and leaves nothing behind. Runs on the main thread.
+Runs the checks, prints what they find, and leaves no files. Main thread.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from infinity.cli.program import add_command, usage_checked
 from infinity.errors import StoreError
 
 JSON_FORMAT = 1
-"""Raised when a key of the JSON report changes its meaning or goes away, not when one is added."""
+"""Incremented when a key of the JSON report changes its meaning or is removed, not when one is added."""
 
 _DECISIVE = ("software", "backends", "path", "trial")
-"""Sections that must have run before the verdict can be that training works."""
+"""Sections whose checks must complete for the verdict that training works."""
 
 _MARKS = {
     Mark.OK: ("ok", "green"),
@@ -45,15 +45,15 @@ _WIDTH_MAX = 120
 _WIDTH_MIN = 30
 
 _DESCRIPTION = """\
-Look at the machine, its limits and the drive under PATH, and write and read back a few MiB there through the I/O engine.
-Nothing is left behind. Every warning and failure comes with the next move."""
+Check the machine, its limits and the drive under PATH, and write and read back a few MiB there through the I/O engine.
+Leaves no files. Every warning and failure says what to do next."""
 
 _EPILOG = """\
 examples:
   infinity-bench doctor /local_nvme
   infinity-bench doctor /local_nvme --json - | jq .reasons
 
-exit code: 0 if training with NVMe works here, warnings or not; 1 if it doesn't, with the reason; 2 for wrong usage;
+exit code: 0 if training with NVMe works here, even with warnings; 1 if it doesn't, with the reason; 2 for wrong usage;
 130 after Ctrl-C.
 docs/doctor.md lists the keys of --json."""
 
@@ -61,19 +61,19 @@ docs/doctor.md lists the keys of --json."""
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "check whether training with NVMe works here, and what would make it work better"
     parser = add_command(subparsers, "doctor", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
-    add_path(parser, "the folder meant as nvme_path (default: the current directory)")
+    add_path(parser, "the folder for nvme_path (default: the current directory)")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Report on the path; 0 where training with NVMe works, else 1."""
+    """Report on the path. Returns 0 if training with NVMe works there, else 1."""
     with usage_checked():
         check_files(options, "json")
     try:
         path = (options.path or Path()).absolute()
         Path.cwd()
-    except FileNotFoundError:  # libraries of torch end the process there
-        raise StoreError(errno.ENOENT, "the current directory does not exist any more: cd to one that does") from None
+    except FileNotFoundError:  # torch's libraries would end the process there
+        raise StoreError(errno.ENOENT, "the current directory no longer exists: cd to one that does") from None
     sections = list(_examine(path))
     failures = [finding for section in sections for finding in section.findings if finding.mark is Mark.FAIL]
     if options.json is not None:
@@ -93,9 +93,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _examine(path: Path) -> Iterator[Section]:
-    """Run every check, one section after the other; the last one writes and reads under `path`.
+    """Run every check in order; the last one writes and reads under `path`.
 
-    A check that raises an exception becomes a finding in its section; the others still run.
+    An exception in a check becomes a finding of its section; the others still run.
     """
     path_section = Section("path", "Path")
     checks: list[tuple[Section, Callable[[Section], None]]] = [
@@ -114,7 +114,7 @@ def _examine(path: Path) -> Iterator[Section]:
         try:
             check(section)
         except Exception as error:
-            text = f"could not be looked at: {type(error).__name__}: {error}"
+            text = f"the check failed: {type(error).__name__}: {error}"
             mark = Mark.FAIL if section.name in _DECISIVE else Mark.WARN
             section.add("check", mark, text, "if nothing above explains it, report it with this line")
         yield section
@@ -128,7 +128,7 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
     width = min(console.width, _WIDTH_MAX)
 
     def show(text: str, style: str, mark: str = "", mark_style: str = "", name: str = "") -> None:
-        """Print mark and name, if any, and `text` wrapped next to them. rich itself would pad the lines with blanks."""
+        """Print mark and name, if any, and `text` wrapped next to them. rich would pad the lines with blanks."""
         head = [(f"{mark:6}", mark_style), (f"{name:17}", "")] if name else []
         indent = " " * sum(len(part) for part, _ in head)
         room = max(width - len(indent), _WIDTH_MIN)
@@ -155,7 +155,7 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
 
 
 def _printable(text: str) -> str:
-    """`text` with control characters escaped: a path may hold any byte."""
+    """Escape control characters in `text`: a path may hold any byte."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text
     )

@@ -1,4 +1,4 @@
-"""The result of a check of the doctor, as plain data; sizes as text."""
+"""Findings of the doctor's checks, as plain data; sizes as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.units import KIB, format_bytes
 
 
 class Mark(str, enum.Enum):
-    """How serious a finding is. OK: as it should be. INFO: neither good nor bad. WARN: training works, but slower or less
+    """Severity of a finding. OK: as it should be. INFO: neither good nor bad. WARN: training works, but slower or less
     safely than it could. FAIL: training with NVMe does not work here."""
 
     OK = "ok"
@@ -42,7 +42,7 @@ class Section:
         self.findings.append(Finding(name, mark, text, next_move))
 
     def warn_if(self, bad: bool, name: str, text: str, next_move: str, *, otherwise: Mark = Mark.OK) -> None:
-        """Add a warning where it is `bad`; else a finding that needs no next move."""
+        """Add a warning if `bad`, else a finding that needs no next move."""
         self.add(name, Mark.WARN if bad else otherwise, text, next_move if bad else "")
 
 

@@ -1,6 +1,6 @@
 """The doctor's checks of the machine: software, memory, GPU, container, limits, huge pages, I/O backends.
 
-torch and the compiled core are imported by the checks that need them: that one cannot be loaded is a finding, too.
+The checks import torch and the compiled core themselves, so that an import error becomes a finding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.torch_versions import REQUIREMENT, TESTED, why_too_old, why_untest
 from infinity.units import GIB, MIB, format_bytes
 
 SLAB_BYTES = 64 * MIB
-"""The trial slab: large enough that huge pages could be had, small enough for any machine that trains."""
+"""Size of the trial slab: large enough for huge pages, small enough for any machine that trains."""
 
 _OPEN_FILES_MIN = 256
 _MEMORY_BYTES_MIN = 1 * GIB
@@ -28,7 +28,7 @@ _AIO_REQUESTS_MIN = 1024
 
 
 def check_software(section: Section) -> None:
-    """Versions, and whether the compiled core and torch can be loaded at all."""
+    """Check versions, and that the compiled core and torch can be loaded."""
     section.facts = {
         "infinity_version": infinity.__version__,
         "python_version": platform.python_version(),
@@ -39,11 +39,11 @@ def check_software(section: Section) -> None:
     try:
         with signals_held():  # an exception raised by Ctrl-C while torch loads may abort the process
             import torch
-    except Exception as error:  # a missing library of CUDA is an OSError
+    except Exception as error:  # a missing CUDA library raises OSError
         section.add("torch", Mark.FAIL, f"torch can't be loaded: {error}", "install torch again: pip install torch")
     else:
         version = section.facts["torch_version"] = torch.__version__
-        move = f"install one that infinity is tested on: pip install '{REQUIREMENT}'"
+        move = f"install a version that infinity is tested on: pip install '{REQUIREMENT}'"
         if why_too_old(version) is not None:
             section.add("torch", Mark.FAIL, f"{version}; infinity needs {TESTED}", move)
         else:
@@ -89,23 +89,23 @@ def check_machine(section: Section, machine: Machine) -> None:
 
 
 def _memory_bytes_per_s() -> float | None:
-    """Bytes read and written per second by a copy, as the planner measures it; None without torch."""
+    """Measure the bytes per second that a copy reads and writes, as the planner does; None without torch."""
     try:
         import torch
 
         from infinity.cli.plan.here import copy_rate
-    except Exception:  # a finding of `check_software`
+    except Exception:  # reported by `check_software`
         return None
     return 2 * copy_rate(torch.device("cpu"))
 
 
 def check_gpu(section: Section) -> None:
-    """CUDA. Without a device, CUDA is not initialized; the CPU is looked at instead."""
+    """Check CUDA. Without a device, CUDA is not initialized, and the CPU is checked instead."""
     section.facts = {"cuda_version": None, "driver_version": None, "available": False, "devices": []}
     try:
         import torch
     except Exception:
-        section.add("cuda", Mark.INFO, "not looked at, as torch can't be loaded")
+        section.add("cuda", Mark.INFO, "not checked, as torch can't be loaded")
         return
     driver = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text_of(Path("/proc/driver/nvidia/version")) or "")
     version = torch.version.cuda or torch.version.hip
@@ -128,24 +128,24 @@ def check_gpu(section: Section) -> None:
     elif not present:
         section.add("cuda", Mark.INFO, f"no GPU here: training runs on the CPU (torch is built for CUDA {version})")
     else:
-        move = "see what nvidia-smi says; check the driver's version, and that CUDA_VISIBLE_DEVICES is not empty"
+        move = "run nvidia-smi; check the driver's version, and that CUDA_VISIBLE_DEVICES is not empty"
         section.add("cuda", Mark.WARN, f"there is a GPU, but torch (CUDA {version}) can't use it", move)
     from infinity.device import why_slow
 
     why = why_slow(torch.bfloat16)
     section.facts["cpu_multiplies_in_bf16"] = why is None
     text = why or "bf16 multiplies with vector instructions of this CPU"
-    section.warn_if(why is not None, "bf16", text, 'train without "bf16" in the config here, or where there is a GPU')
+    section.warn_if(why is not None, "bf16", text, 'train without "bf16" in the config, or on a GPU')
 
 
 def check_container(section: Section, container: Container) -> None:
     section.facts = asdict(container)
-    section.add("container", Mark.INFO, container.kind or "none, as far as one can see")
+    section.add("container", Mark.INFO, container.kind or "none detected")
     if container.gvisor:
         move = "run under the machine's own kernel (docker run --runtime=runc) for io_uring, huge pages and full speed"
         section.add("gvisor", Mark.WARN, "the kernel is gVisor's: every system call goes through a sandbox", move)
     if container.seccomp == "filter":
-        section.add("seccomp", Mark.INFO, "a filter decides on system calls; the backends below show what it refuses")
+        section.add("seccomp", Mark.INFO, "a filter restricts system calls; the backends below show which it refuses")
     elif container.seccomp:
         section.add("seccomp", Mark.OK if container.seccomp == "off" else Mark.INFO, container.seccomp)
     words = {0: "allowed for all", 1: "allowed for one group and CAP_SYS_ADMIN", 2: "off for all"}
@@ -159,7 +159,7 @@ def check_container(section: Section, container: Container) -> None:
 
 
 def check_limits(section: Section, limits: Limits, container: Container) -> None:
-    """Limits of the process that concern the pool, the arenas and the backends."""
+    """Check the limits of the process that affect the pool, the arenas and the backends."""
     section.facts = asdict(limits)
     soft = limits.memlock_soft_bytes
     text = f"{size_text(soft)} (at most {size_text(limits.memlock_hard_bytes)})"
@@ -185,7 +185,7 @@ def check_limits(section: Section, limits: Limits, container: Container) -> None
 
 
 def check_huge_pages(section: Section, pages: HugePages) -> None:
-    """The settings, and a trial slab: what counts is what the kernel gives."""
+    """Check the settings, and what the kernel gives to a trial slab."""
     section.facts = asdict(pages) | {"trial_bytes": SLAB_BYTES, "trial_huge": None, "trial_notes": []}
     allow = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root, on the host)"
     if pages.enabled is None:
@@ -212,7 +212,7 @@ def check_huge_pages(section: Section, pages: HugePages) -> None:
 
 
 def check_backends(section: Section, container: Container) -> None:
-    """Which backends work here, best first; "auto" takes the first that does."""
+    """Check which backends work here, best first; "auto" takes the first that works."""
     from infinity.aio import probe
 
     probed = probe()
@@ -233,10 +233,10 @@ def check_backends(section: Section, container: Container) -> None:
 
 
 def _backend_move(name: str, container: Container) -> str:
-    """How to make a refused backend available. The container's settings say more than the errno."""
+    """Return how to make a refused backend available. The container's settings say more than the errno."""
     if name == "io_uring":
         if container.gvisor:
-            return "gVisor has none: run under the machine's own kernel (docker run --runtime=runc)"
+            return "gVisor has no io_uring: run under the machine's own kernel (docker run --runtime=runc)"
         if container.io_uring_disabled == 2 or (container.io_uring_disabled == 1 and not container.cap_sys_admin):
             return "sysctl -w kernel.io_uring_disabled=0 (as root, on the host)"
         if container.seccomp == "filter":

@@ -19,7 +19,7 @@ TRIAL_BYTES = 8 * MIB
 
 
 def check_path(section: Section, path: Path) -> None:
-    """Whether the path is a folder that takes files, and how much room there is."""
+    """Check that the path is a folder that can be written to, and its free space."""
     from infinity.store.run_folder import free_bytes
 
     section.facts = {"path": str(path), "usable": False, "free_bytes": None, "total_bytes": None, "free_files": None}
@@ -38,7 +38,7 @@ def check_path(section: Section, path: Path) -> None:
         text = f"no space: {format_bytes(free)} of {format_bytes(total)} are free, and the trial alone takes more"
         section.add("space", Mark.FAIL, text, move)
     elif not total:
-        section.add("space", Mark.INFO, "this file system does not say how much is free")
+        section.add("space", Mark.INFO, "this file system does not report its free space")
     else:
         state_bytes = Scheme().state_bytes
         parameters = format_count(free // state_bytes)
@@ -50,7 +50,7 @@ def check_path(section: Section, path: Path) -> None:
 
 
 def refusal(path: Path) -> tuple[str, str] | None:
-    """Why nothing can be written in `path`, as far as that shows without trying, and what to do about it."""
+    """Return why `path` can't be written to, and what to do; None if nothing shows without trying."""
     another = "or name another folder"
     try:
         status = path.stat()
@@ -59,7 +59,7 @@ def refusal(path: Path) -> tuple[str, str] | None:
     except OSError as error:
         return f"{path} can't be reached: {error.strerror}", f"correct the path, {another}"
     if not stat.S_ISDIR(status.st_mode):
-        return f"{path} is not a folder", "name the folder that swap files may be made in"
+        return f"{path} is not a folder", "name a folder for swap files"
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         return f"{path} is mounted read-only", f"mount it read-write, {another}"
     if not os.access(path, os.W_OK | os.X_OK):
@@ -68,7 +68,7 @@ def refusal(path: Path) -> tuple[str, str] | None:
 
 
 def check_drive(section: Section, path: Path) -> None:
-    """The drive under the path, or under the nearest folder above it that exists."""
+    """Check the drive under the path, or under its nearest parent that exists."""
     drive = drive_of(existing(path))
     block_bytes = default_block_bytes(drive)
     section.facts = asdict(drive) | {"model": drive.model, "identity": drive.identity, "block_bytes": block_bytes}
@@ -79,7 +79,7 @@ def check_drive(section: Section, path: Path) -> None:
     for layer in drive.layers:
         encrypted = "(CRYPT" in layer
         text = layer + (": encryption costs CPU for every byte" if encrypted else "")
-        move = "use an unencrypted partition if the data may rest on one"
+        move = "use an unencrypted partition if the data may be stored on one"
         section.warn_if(encrypted, "layer", text, move, otherwise=Mark.INFO)
     for disk in drive.disks:
         text = f"{disk.name}: {disk.model or 'no model given'}, {disk.transport}, {size_text(disk.nbytes)}"
@@ -90,7 +90,7 @@ def check_drive(section: Section, path: Path) -> None:
     if drive.device:
         _check_queue(section, drive, drive.queue)
         section.add(
-            "block_size", Mark.INFO, f"{format_bytes(block_bytes)} to begin with: the largest request, up to 1 MiB"
+            "block_size", Mark.INFO, f"{format_bytes(block_bytes)} by default: the largest request, up to 1 MiB"
         )
 
 
@@ -110,8 +110,8 @@ def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of writing and reading back `TRIAL_BYTES`. alignment: (of memory, of offset and length) in bytes, as the
-    kernel reports it. identical: whether every bit came back. notes: what engine, pool and file report as refused."""
+    """Result of writing and reading back `TRIAL_BYTES`. alignment: (of memory, of offset and length) in bytes, as the
+    kernel reports it. identical: True if every bit came back. notes: what engine, pool and file were refused."""
 
     backend: str
     direct: bool
@@ -125,13 +125,13 @@ def check_trial(section: Section, path: Path, path_section: Section) -> None:
     section.facts = {"trial_bytes": TRIAL_BYTES}
     section.facts |= dict.fromkeys(["backend", "direct", "alignment", "identical", "notes"])
     if not path_section.facts["usable"]:
-        section.add("write_and_read", Mark.INFO, "not tried, as the path can't be used")
+        section.add("write_and_read", Mark.INFO, "not tried: the path can't be used")
         return
     try:
         trial = _try_engine(path)
     except (OSError, MemoryError) as error:
         section.add(
-            "write_and_read", Mark.FAIL, f"failed: {error}", "do what the line says; dmesg tells of a failing drive"
+            "write_and_read", Mark.FAIL, f"failed: {error}", "do what the line says; dmesg reports a failing drive"
         )
         return
     section.facts |= asdict(trial)
@@ -169,15 +169,15 @@ def _try_engine(path: Path) -> Trial:
 def _judge(section: Section, trial: Trial) -> None:
     text = f"{format_bytes(TRIAL_BYTES)} of random bytes through {trial.backend}"
     if trial.identical:
-        section.add("write_and_read", Mark.OK, f"{text}: what was read is what was written, bit for bit")
+        section.add("write_and_read", Mark.OK, f"{text}: read back unchanged, bit for bit")
     else:
         move = "don't train here: test the machine's memory and the drive (smartctl -a), and report it"
-        section.add("write_and_read", Mark.FAIL, f"{text}: what was read is not what was written", move)
+        section.add("write_and_read", Mark.FAIL, f"{text}: read back changed", move)
     if not trial.direct:
         text = "refused: transfers go through the page cache, which costs memory and CPU"
         section.add("direct_io", Mark.WARN, text, LOCAL)
     elif trial.alignment is None:
-        section.add("direct_io", Mark.OK, "works; the kernel does not tell the alignment it needs")
+        section.add("direct_io", Mark.OK, "works; the kernel does not report the alignment it needs")
     else:
         memory, offset = trial.alignment
         fits = all(nbytes and PAGE_BYTES % nbytes == 0 for nbytes in trial.alignment)

@@ -1,2 +1,2 @@
-"""`infinity-bench plan`: `command` asks by `arguments`; `hf_config`, `machines` and `here` say what and where; `answer` decides
-what fits, and what else to ask for; `report` and `plot` tell; `training_config` is what one trains with then."""
+"""`infinity-bench plan`: `arguments` and `command` read options; `hf_config`, `machines` and `here` give model and
+machine; `answer` decides what fits; `report` and `plot` show it; `training_config` makes the config to train with."""

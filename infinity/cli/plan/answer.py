@@ -1,13 +1,12 @@
-"""Answers what was asked for: whether a model trains in full on a machine, and on frozen weights in their files. Pure.
+"""Decides whether a model trains on a machine, in full and on frozen weights in their files. Pure.
 
 [Note: Easings]
-Some arguments cost time and no accuracy: gradients that wait on NVMe, and saved activations in host memory. If a model does not
-fit and the user left them open, they are tried before anything is refused, and the answer names those that were needed.
+Some arguments cost time but no accuracy: gradients that wait on NVMe, and saved activations in host memory. If a model
+does not fit and the user left them open, they are tried before it is rejected; the answer names those that were needed.
 
 [Note: Remedies]
-If nothing fits, the answer names other arguments that would make it fit. Each was tried before it is named. A remedy is a
-ladder of values, from the one next to what was asked for to the boldest. First come those that cost time or samples, then those
-that cost money.
+If nothing fits, the answer names changes that would make it fit; each was tried. A remedy is a ladder of values, from
+the smallest change to the largest. Those that cost time or samples come first, then those that cost money.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from infinity.plan.planner import Plan, fastest_that_fits, plans_for, some_strat
 from infinity.plan.work import Work
 
 SEQ_MIN = 128
-"""Shorter samples are no advice."""
+"""Shortest sample (tokens) that a remedy proposes."""
 
 GROUPS_PER_BLOCK_MAX = 16
 GPUS_MAX = 8
@@ -37,22 +36,22 @@ NODE_DOUBLINGS = 6
 GB = 10**9
 
 PAIRS_MAX = 3
-"""Named where no single change is enough."""
+"""Pairs to name if no single change is enough."""
 
 EASINGS: dict[str, dict[str, Any]] = {
     "--gradient-memory 0": {"gradient_bytes_max": 0},
     "--offload-activations cpu": {"activations": "cpu"},
 }
-"""Arguments, and what they change of the work. [Note: Easings]"""
+"""Arguments, and the attributes of `Work` that they change. [Note: Easings]"""
 
 Easing = tuple[str, ...]
-"""Some of the arguments of EASINGS."""
+"""A subset of the arguments in EASINGS."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of `planner.plans_for`, and in `easings` which arguments may be added where it doesn't fit: none of them
-    first, then in the order in which they are tried."""
+    """The arguments of `planner.plans_for`. easings: sets of arguments that may be added to make it fit, in order of
+    trial, the empty set first."""
 
     work: Work
     machine: Machine
@@ -60,7 +59,7 @@ class Case:
     cache_bytes: int | None
     easings: tuple[Easing, ...] = ((),)
     lora_work: Work | None = None
-    """For the adapters' training, if that is not to be `work`."""
+    """Work of the adapters' training, if it is not `work`."""
 
     @property
     def pinned_sizes(self) -> dict[str, int | None]:
@@ -68,13 +67,13 @@ class Case:
         return {"pinned_bytes": self.pinned_bytes, "cache_bytes": self.cache_bytes}
 
     def eased(self, easing: Easing) -> Work:
-        """The work with the arguments of `easing`, but for what it has been given already."""
+        """Return the work with the arguments of `easing`, except those already given."""
         changes = {name: value for argument in easing for name, value in EASINGS[argument].items()}
         left_open = {name: value for name, value in changes.items() if getattr(self.work, name) in (None, "none")}
         return replace(self.work, **left_open)
 
     def fits(self) -> bool:
-        """Whether any strategy that infinity can run fits, with any of the easings."""
+        """Return True if any strategy that infinity can run fits, with any of the easings."""
         return any(
             some_strategy_fits(self.eased(easing), self.machine, **self.pinned_sizes)
             for easing in reversed(self.easings)
@@ -83,14 +82,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """Plans, and what follows from them.
+    """The plans and the verdicts that follow.
 
     Attributes:
         plans: every strategy of full training, with `eased`.
         chosen: the fastest that fits, of those that infinity can run.
-        eased: arguments that were added to make one fit; all that may be, where none does.
-        remedies: where none fits: other arguments that would make one.
-        frozen: work on files, with adapters of `lora_rank`, in the micro-batches of `frozen_work`.
+        eased: arguments that were added to make one fit; all permitted ones if none fits.
+        remedies: changes of arguments that would make one fit, if none does.
+        frozen: plans on frozen weights, with adapters of `lora_rank`, in the micro-batches of `frozen_work`.
         frozen_eased: arguments that were added to make the adapters' training fit.
     """
 
@@ -109,7 +108,7 @@ class Answer:
 
 
 def answer(case: Case, *, lora_rank: int, base_bits: int) -> Answer:
-    """The answer for `case`, with as few of its easings as make something fit. [Note: Easings]"""
+    """Return the answer for `case`, with the fewest easings that make something fit. [Note: Easings]"""
     eased = next((easing for easing in case.easings if replace(case, easings=(easing,)).fits()), case.easings[-1])
     plans = plans_for(case.eased(eased), case.machine, **case.pinned_sizes)
     chosen = fastest_that_fits(plans)
@@ -134,8 +133,7 @@ _Ladder = Sequence[_Step]
 
 
 def remedies(case: Case) -> list[str]:
-    """Changes of which each alone makes `case` fit, in the words of the arguments; pairs where none does, and none where no
-    pair does either."""
+    """Return changes that each make `case` fit, as arguments; pairs if no single one does, nothing if no pair does."""
     ladders = [ladder for ladder in (*_of_training(case), *_of_machine(case)) if ladder]
     alone = [step.words for ladder in ladders if (step := _first_that_fits(case, ladder)) is not None]
     if alone:
@@ -151,7 +149,7 @@ def _first_that_fits(case: Case, ladder: _Ladder) -> _Step | None:
 
 
 def _pair_that_fits(case: Case, one: _Ladder, other: _Ladder) -> str | None:
-    """The mildest step of `one` that is enough with the boldest of `other`, and the mildest of `other` that is with that."""
+    """Find the smallest step of `one` that fits with the largest of `other`, then the smallest of `other` with that."""
     first = _first_that_fits(other[-1].change(case), one)
     if first is None:
         return None
@@ -187,7 +185,7 @@ def _of_training(case: Case) -> Iterator[_Ladder]:
 
 
 def _of_machine(case: Case) -> Iterator[_Ladder]:
-    """More memory and drives of a node, or more of what shards the model. Processes that compute on a CPU share its memory."""
+    """Yield more memory and drives per node, and more GPUs and nodes. Processes that compute on a CPU share memory."""
     machine = case.machine
     sizes = _larger(machine.host_bytes, HOST_MEMORY_DOUBLINGS)
     yield [_machine(f"--host-memory {size}GB", host_bytes=size * GB) for size in sizes]
@@ -208,18 +206,18 @@ def _of_machine(case: Case) -> Iterator[_Ladder]:
 
 
 def _without_cache(case: Case) -> Case:
-    """Of pinned memory of a given size all is the pool's then."""
+    """Return the case without a cache; pinned memory of a given size then is all the pool's."""
     pinned_bytes = None if case.pinned_bytes is None else case.pinned_bytes + (case.cache_bytes or 0)
     return replace(case, pinned_bytes=pinned_bytes, cache_bytes=0)
 
 
 def _work(words: str, **changes: object) -> _Step:
-    """Other attributes of the work."""
+    """Return a step that changes attributes of the work."""
     return _Step(words, lambda case: replace(case, work=replace(case.work, **changes)))  # type: ignore[arg-type]
 
 
 def _machine(words: str, **changes: object) -> _Step:
-    """Other attributes of the machine, over all of whose ranks the model is sharded."""
+    """Return a step that changes attributes of the machine; the model is sharded over all its ranks."""
 
     def change(case: Case) -> Case:
         machine = replace(case.machine, **changes)  # type: ignore[arg-type]
@@ -239,5 +237,5 @@ def _doubled(value: int, most: int) -> Iterator[int]:
 
 
 def _larger(nbytes: float, doublings: int) -> list[int]:
-    """Sizes in whole GB."""
+    """Return doubled sizes in whole GB."""
     return [math.ceil(nbytes * 2**power / 1e9) for power in range(1, doublings + 1)]

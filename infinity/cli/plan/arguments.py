@@ -18,13 +18,13 @@ VOCABULARY_DEFAULT = 32_000
 
 
 def base_bits(asked: argparse.Namespace) -> int:
-    """Of the matrices of frozen blocks in their files: as asked for, or as config.json says."""
+    """Return the bits of frozen blocks' matrices in their files: as given, or from config.json."""
     bits: int | None = asked.base_bits
     return bits or (stored_bits(asked.hf_config) if asked.hf_config is not None else 16)
 
 
 def model_from(asked: argparse.Namespace) -> Transformer:
-    """The model that the arguments describe. Raises ConfigError where they describe none, or none that is planned."""
+    """Return the model that the arguments describe. Raises ConfigError if they describe none or an unsupported one."""
     ways = [asked.params is not None, asked.layers is not None or asked.hidden is not None, asked.hf_config is not None]
     if sum(ways) != 1:
         raise ConfigError("describe the model once: --params COUNT, or --layers N --hidden N, or --hf-config FILE")
@@ -56,7 +56,7 @@ OPTIMIZERS = ("AdamW", "Muon", "SGD", "plain-SGD")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(
         parser,
-        "folder on the drive, nvme_path of the config that is written; without --preset this machine and that drive are "
+        "folder on the drive, and nvme_path of the written config; without --preset this machine and that drive are "
         "measured",
     )
     _add_model(parser.add_argument_group("model"))
@@ -82,9 +82,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    """The figures have the names of attributes of Machine, and their units."""
+    """Add the machine's figures, with the names and units of Machine's attributes."""
     add = group.add_argument
-    add("--preset", metavar="NAME", help='a known machine, or a GPU such as "RTX 3090"; "list" names them')
+    add("--preset", metavar="NAME", help='a known machine, or a GPU such as "RTX 3090"; "list" lists them')
     add("--nodes", type=count, metavar="N", help="nodes (default: 1)")
     add("--gpus", type=count, dest="ranks_per_node", metavar="N", help="GPUs of a node, or processes")
     for name, attribute, meaning in (
@@ -93,7 +93,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         ("drive-size", "drive_bytes", "capacity of a node's drives together"),
     ):
         add(f"--{name}", type=size, dest=attribute, metavar="BYTES", help=meaning)
-    mixed = "GB/s that they read and write together while doing as much of each; without it they take turns"
+    mixed = "GB/s that they read and write together, in equal parts; without it they take turns"
     for name, attribute, meaning in (
         ("tflops", "flops_per_s", "TFLOP/s that a GPU reaches while training"),
         ("gpu-bandwidth", "device_bytes_per_s", "GB/s of a GPU's memory"),
@@ -111,29 +111,29 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    text = "tokens of a step, over all GPUs: find the micro-batches, how many of them are at once, and where activations and "
-    text += "gradients wait, so that the step is the fastest that fits; what other options say is kept"
+    text = "tokens of a step, over all GPUs: choose the micro-batches, how many run at once, and where activations and "
+    text += "gradients wait, for the fastest step that fits; other options are kept"
     add("--tokens-per-step", type=checked_value(parse_count, at_least=1), metavar="COUNT", help=text)
     add_training(group, batch_size=1, schedule="horizontal", optimizers=OPTIMIZERS, cache=None)
-    group.set_defaults(batch_size=None, accumulation=None, schedule=None)  # which say what was not given
-    text = "how many of them pass through a group before the next, as infinity.micro_batches_at_once (default: as --schedule "
-    text += "says: all, or one)"
+    group.set_defaults(batch_size=None, accumulation=None, schedule=None)  # None: not given
+    text = "micro-batches that pass through a group before the next, as infinity.micro_batches_at_once (default: by "
+    text += "--schedule, all or one)"
     add("--micro-batches-at-once", type=count, metavar="K", help=text)
     add("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
-    text = "pinned memory of a rank, its cache and the buffer of activations included (default: as fits best)"
+    text = "pinned memory of a rank, including cache and activation buffer (default: what fits best)"
     add("--pinned-bytes-max", type=size, metavar="BYTES", help=text)
     text = (
         "where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU; cpu "
     )
-    text += "where nothing fits otherwise)"
+    text += "if nothing fits otherwise)"
     add("--offload-activations", choices=("none", "cpu", "nvme"), help=text)
-    text = "pinned memory of a rank through which those on NVMe pass (default: 256 MiB, and more where they need it)"
+    text = "pinned memory of a rank for activations on NVMe (default: 256 MiB, or more if needed)"
     add("--activation-buffer", type=size, metavar="BYTES", help=text)
-    text = "step: every step is committed, which takes twice the space on the drives and no cache (default: none)"
+    text = "step: commit every step, which takes twice the space on the drives and excludes a cache (default: none)"
     add("--durability", choices=("none", "step"), default="none", help=text)
-    text = "wrap the parts of a block as so many groups: less memory, more collectives (default: 1)"
+    text = "wrap each block as N groups: less memory, more collectives (default: 1)"
     add("--groups-per-block", type=count, default=1, metavar="N", help=text)
-    text = "rank of the adapters that are trained on frozen weights in their files (default: %(default)s)"
+    text = "rank of the LoRA adapters on frozen weights in their files (default: %(default)s)"
     add("--lora", type=count, default=16, metavar="RANK", help=text)
     text = "bits of those frozen weights: 16, or bitsandbytes' 8 or 4 for the matrices of the blocks (default: what "
     text += "--hf-config says, else 16)"
@@ -145,13 +145,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     for name, metavar, meaning in (
         ("write-config", "FILE", "write a training config for the chosen strategy"),
         ("plot", "FILE.png", "draw step time over parameters (needs matplotlib)"),
-        ("timeline", "FILE", "write what the chosen strategy does when, for chrome://tracing"),
+        ("timeline", "FILE", "write a timeline of the chosen strategy, for chrome://tracing"),
     ):
         group.add_argument(f"--{name}", type=Path, metavar=metavar, help=meaning)
 
 
 def _rate(unit: str, text: str) -> float:
-    """The number in `text`, which is of GB or TFLOP per second, without the prefix."""
+    """Parse a number of GB/s or TFLOP/s into bytes or operations per second."""
     try:
         value = float(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""`infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
+"""`infinity-bench plan`: predicts whether, how and how fast a model trains on a machine. Main thread.
 
-Reads what was asked, plans every strategy (plan/planner.py), and tells. Only for a PATH on this machine is anything measured.
+Reads the arguments, plans every strategy (plan/planner.py), and reports. Measures only for a PATH on this machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from infinity.plan.work import Work
 from infinity.schedule.timeline import trace_events
 
 _DESCRIPTION = """\
-Plan a training: memory per tier, bytes, time and what limits it, for every way to place a model's states, and the
-fastest that fits; and the same for work on frozen weights that stay in their files: LoRA, and generation. Describe the
-model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by a PATH on
-this one, which is measured, or by its figures, which also change those of the others. Rates are in GB/s and TFLOP/s, sizes
-like "80GB"."""
+Plan a training: memory per tier, bytes, time and bottleneck of every placement of the model's states, and the fastest
+that fits; and the same for LoRA and generation on frozen weights that stay in their files. Describe the model by
+--params, by --layers and --hidden, or by --hf-config. Describe the machine by --preset, by a PATH on this one, which is
+measured, or by its figures, which also override those of a preset or PATH. Rates are in GB/s and TFLOP/s, sizes like
+"80GB"."""
 
 _EPILOG = """\
 examples:
@@ -41,8 +41,8 @@ examples:
   infinity-bench plan --preset "RTX 4090" --params 8B --tokens-per-step 131072
   infinity-bench plan --preset dgx-h100 --hf-config config.json --accumulation 8
 
-exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if full training does not and --write-config or
---timeline asked for its files; 2 for wrong usage.
+exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if full training does not and --write-config
+or --timeline is given; 2 for wrong usage.
 docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 
@@ -52,9 +52,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Plan what was asked for: 0 where something fits and every file was written, 1 where not.
+    """Plan and report. Returns 0 if something fits and every file was written, else 1.
 
-    Raises UsageError for what can't be planned.
+    Raises UsageError for arguments that can't be planned.
     """
     if asked.preset == "list":
         for name, machine in PRESETS.items():
@@ -90,7 +90,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _check(asked: argparse.Namespace) -> None:
-    """What contradicts itself, or can't be written, before anything is measured. Raises ConfigError."""
+    """Raise ConfigError for contradictions and unwritable files, before anything is measured."""
     if asked.preset is None and asked.path is not None and not asked.path.is_dir():
         raise ConfigError(
             f"{asked.path}: name an existing folder on the drive to plan with, or another machine by --preset"
@@ -100,7 +100,7 @@ def _check(asked: argparse.Namespace) -> None:
     if asked.activation_buffer is not None and asked.offload_activations != "nvme":
         raise ConfigError("--activation-buffer is for --offload-activations nvme: give both, or leave it out")
     if asked.tokens_per_step is not None and (asked.accumulation or asked.schedule):
-        raise ConfigError("--tokens-per-step finds the micro-batches: leave --accumulation and --schedule out")
+        raise ConfigError("--tokens-per-step chooses the micro-batches: leave --accumulation and --schedule out")
     at_once = asked.micro_batches_at_once or 1
     if (asked.accumulation or at_once) % at_once:
         raise ConfigError(
@@ -109,15 +109,13 @@ def _check(asked: argparse.Namespace) -> None:
     if asked.durability == "step" and asked.cache:
         raise ConfigError("--durability step keeps no state in host memory: leave --cache out")
     if asked.durability == "step" and asked.offload_activations == "nvme":
-        raise ConfigError(
-            "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
-        )
+        raise ConfigError("--durability step keeps only committed state on NVMe: use --offload-activations cpu")
     check_plot(asked.plot)
     check_files(asked, "json", "write_config", "timeline")
 
 
 def _case(asked: argparse.Namespace) -> Case:
-    """The model, the machine, the training, and the easings that the user left open. Raises InfinityError."""
+    """Return the model, the machine, the training, and the easings that the user left open. Raises InfinityError."""
     model = model_from(asked)
     if asked.plot is not None and model.experts is not None:
         raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
@@ -154,7 +152,7 @@ def _case(asked: argparse.Namespace) -> Case:
 
 
 def _left_open(asked: argparse.Namespace) -> set[str]:
-    """The attributes of `Work` that no option gives, of those that --tokens-per-step finds."""
+    """Return the attributes of `Work` that --tokens-per-step may choose: those that no option gives."""
     given = {
         "samples": asked.batch_size,
         "micro_batches_at_once": asked.micro_batches_at_once,
@@ -166,7 +164,7 @@ def _left_open(asked: argparse.Namespace) -> set[str]:
 
 
 def _sequences_of_rank(asked: argparse.Namespace, work: Work) -> int:
-    """Of the step that --tokens-per-step asks for. Raises ConfigError where they can't be shared out."""
+    """Return a rank's sequences in a step of --tokens-per-step. Raises ConfigError if they can't be divided evenly."""
     tokens = asked.tokens_per_step
     least = work.tokens  # of the micro-batches that were given, or of one sequence
     if tokens % least:
@@ -179,22 +177,22 @@ def _sequences_of_rank(asked: argparse.Namespace, work: Work) -> int:
 
 
 def _pool_bytes(asked: argparse.Namespace, work: Work) -> int | None:
-    """What --pinned-bytes-max leaves for the pool. Raises ConfigError where that is nothing."""
+    """Return what --pinned-bytes-max leaves for the pool. Raises ConfigError if that is nothing."""
     if asked.pinned_bytes_max is None:
         return None
     pool_bytes: int = asked.pinned_bytes_max - (asked.cache or 0) - work.activation_buffer_bytes
     if pool_bytes <= 0:
         raise ConfigError(
-            "--pinned-bytes-max counts the cache and the buffer of activations too, and has no room for more: raise it"
+            "--pinned-bytes-max includes the cache and the activation buffer, and leaves nothing for the pool: raise it"
         )
     return pool_bytes
 
 
 def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
-    """The preset, this machine as measured, or one of nothing but the figures given. Raises InfinityError."""
+    """Return the preset, this machine as measured, or one of the given figures alone. Raises InfinityError."""
     if asked.preset is not None:
         if (preset := preset_of(asked.preset)) is None:
-            raise ConfigError(f"--preset {asked.preset}: there is no such preset, but {', '.join(PRESETS)}")
+            raise ConfigError(f"--preset {asked.preset}: no such preset; there are {', '.join(PRESETS)}")
         return preset
     if asked.path is not None:
         from infinity.cli.plan.here import measure_machine
@@ -210,7 +208,7 @@ def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
     missing = [name for name, attribute in needed.items() if getattr(asked, attribute) is None]
     if missing:
         raise ConfigError(
-            f"say which machine: --preset NAME, PATH for this one, or its figures, of which {', '.join(missing)} lack"
+            f"name a machine: --preset NAME, PATH for this one, or its figures; missing: {', '.join(missing)}"
         )
     return Machine(
         name="the machine given",
@@ -222,7 +220,7 @@ def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
 
 
 def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
-    """`machine` with the figures that were given. Raises ConfigError where one is missing that now counts."""
+    """Return `machine` with the given figures. Raises ConfigError if one that these require is missing."""
     names = vars(asked).keys() & {field.name for field in dataclasses.fields(machine)}
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if asked.drive_bytes is not None:
@@ -238,7 +236,7 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
         given["flops_per_s"] = machine.flops_per_s / asked.ranks_per_node * machine.ranks_per_node
     changed = dataclasses.replace(machine, **given)
     if changed.ranks_per_node > 1 and changed.node_link_bytes_per_s == float("inf") and not changed.device_is_host:
-        raise ConfigError("several GPUs: say --node-link, the GB/s between those of a node")
+        raise ConfigError("several GPUs: give --node-link, the GB/s between those of a node")
     if changed.nodes > 1 and changed.network_bytes_per_s == float("inf"):
-        raise ConfigError("several nodes: say --network, the GB/s from a node to the others")
+        raise ConfigError("several nodes: give --network, the GB/s from a node to the others")
     return changed

@@ -1,7 +1,7 @@
-"""This machine as numbers for the planner: its memory, the rates of its drive, and those of a few training steps.
+"""Measures this machine for the planner: its memory, the rates of its drive, and a few training steps.
 
-Compute is measured as it will be used: blocks of the model's width under infinity's engine, held in memory, so that FSDP2's
-copies and the real AdamW are in the figures. Runs on the main thread; leaves nothing behind.
+Compute is measured as it is used: blocks of the model's width in infinity's engine, in memory, so that the figures
+include FSDP2's copies and the real AdamW. Main thread; leaves no files.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _BLOCK_NUMEL_MAX = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Wider blocks are measured at this size: their operations per second are the same."""
 
 _NUMEL_MIN = 16 << 20
-"""Of the measured model: more than any cache holds."""
+"""Smallest measured model (elements): more than any cache holds."""
 
 _FLOPS_MAX = {"cpu": 3e11, "cuda": 2e14}
-"""Of one measured step: a second or two on few cores."""
+"""Operations of one measured step: a second or two on few cores."""
 
 _STEPS = 5
 _COPY_BYTES = 256 * MIB
 
 
 def measure_machine(path: Path, model: Transformer, *, samples: int, report: Callable[[str], None]) -> Machine:
-    """This machine, with the drive under `path`, for training `model` in micro-batches of `samples`.
+    """Measure this machine, and the drive under `path`, for training `model` in micro-batches of `samples`.
 
-    `report` is told what is measured, a line each. Raises StoreError or IoError for a path that can't be used.
+    `report` gets a line for each measurement. Raises StoreError or IoError for an unusable path.
     """
     drive, source = _drive_speed(path)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +73,7 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
 
 
 def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
-    """The rates of the drive, and their source in words."""
+    """Return the rates of the drive, and their source as text."""
     measured: DriveProfile | DriveRates | None = load_profile(path)
     source = "its profile"
     if measured is None:
@@ -86,11 +86,11 @@ def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
 def _measure_training(
     model: Transformer, *, samples: int, kind: str, report: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Time a few steps of a small model whose blocks are as wide as those of `model`, or as wide as is quick: on a GPU in its
+    """Time a few steps of a small model whose blocks are as wide as those of `model`, up to a limit: on a GPU in its
     memory, on a CPU paged in host memory.
 
-    Returns the operations per second of forward and backward, counting 6 per token and parameter, and the bytes per second of
-    AdamW, and on a GPU of the norm and clipping, counting the memory traffic of the planner.
+    Returns the operations per second of forward and backward, at 6 per token and parameter, and the bytes per second of
+    AdamW (on a GPU with norm and clipping), in the planner's memory traffic.
     """
     width = math.isqrt(_BLOCK_NUMEL_MAX[kind] // BLOCK_FACTOR) // 64 * 64
     hidden, heads = (model.hidden, model.heads) if model.hidden <= width else (width, heads_for(width))
@@ -109,7 +109,7 @@ def _measure_training(
         "infinity": {"update": "step" if kind == "cpu" else "auto"},
     }
     with infinity.init_empty():
-        # Within another module, as FSDP2 groups what stands in a list within the model.
+        # Nested in another module, as groups are made of the modules in a list within the model.
         blocks = nn.Sequential(nn.Sequential(*(Block(hidden, heads) for _ in range(layers))))
     engine = infinity.initialize(model=blocks, config=config)[0]
     with engine:
@@ -127,7 +127,7 @@ def _measure_training(
 
 
 def _timed_step(engine: infinity.Engine, batch: torch.Tensor) -> tuple[float, float]:
-    """Seconds of forward and backward together, and of the optimizer step."""
+    """Return the seconds of forward and backward together, and of the optimizer step."""
     times = [_now()]
     engine.backward(engine(batch).float().square().mean())
     times.append(_now())
@@ -143,7 +143,7 @@ def _now() -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second from pinned host memory to `device`; on the CPU, from memory to memory."""
+    """Measure the bytes per second from pinned host memory to `device`; on the CPU, from memory to memory."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     times = []

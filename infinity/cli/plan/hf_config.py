@@ -1,5 +1,4 @@
-"""The shape of a Hugging Face decoder, from its config.json alone: a dense one, or a mixture of experts of a family
-that is known here."""
+"""Reads the shape of a Hugging Face decoder from its config.json: dense, or a mixture of experts of a known family."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ _BIASED_TYPES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "bert", 
 _QKV_BIASED_TYPES = {"qwen2", "qwen2_moe"}
 _HEAD_NORM_TYPES = {"qwen3", "qwen3_moe"}
 _LATENT_TYPES = {"deepseek_v2", "deepseek_v3"}
-"""Whose keys and values are projected from a narrow latent."""
+"""Types whose keys and values are projected from a narrow latent."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
-    """The decoder that a config.json describes, for samples of `seq` tokens; of 2048, or as many as it takes, where None.
+    """Read the decoder in a config.json. seq: tokens of a sample; None for 2048, or the model's limit if that is less.
 
-    Raises ConfigError with the file and what is wrong or missing in it, and for a mixture of experts of an unknown family.
+    Raises ConfigError that names the file and what is wrong or missing, also for experts of an unknown family.
     """
     return _Reader(path, _read(path)).transformer(seq)
 
 
 def stored_bits(path: Path) -> int:
-    """What the files beside a config.json hold a matrix of a block in: 4 or 8 bits where bitsandbytes wrote them, else 16."""
+    """Return the bits of a block's matrix in the files of a config.json: 4 or 8 if bitsandbytes wrote them, else 16."""
     how = _read(path).get("quantization_config")
     if not isinstance(how, dict) or how.get("quant_method", "bitsandbytes") != "bitsandbytes":
         return 16
@@ -89,7 +88,7 @@ class _Reader:
         self._values = values
         self._type = str(values.get("model_type", ""))
         self._biased = self._type in _BIASED_TYPES
-        """Whether it is of the older kind: biases everywhere, learned positions."""
+        """True for models of the older kind: biases everywhere, learned positions."""
         self._layers = self._number("num_hidden_layers", "n_layer", "num_layers")
         self._hidden = self._number("hidden_size", "n_embd", "d_model")
         self._heads = self._number("num_attention_heads", "n_head", "num_heads")
@@ -119,13 +118,13 @@ class _Reader:
         )
 
     def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:
-        """A block that has experts, and the experts; of a dense model its block alone."""
+        """Return a block with experts, and the experts; for a dense model its block and None."""
         count = self._number(*_EXPERT_KEYS, default=0)
         if count <= 1:
             return dense, None
         if self._type not in _EXPERT_TYPES:
             raise ConfigError(
-                f"{self._path}: a mixture of experts is not planned for where model_type is {self._type!r}, but for "
+                f"{self._path}: a mixture of experts of model_type {self._type!r} is not supported, only of "
                 f"{', '.join(_EXPERT_TYPES)}: give --params of its dense part"
             )
         blocks = tuple(number for number in range(self._layers) if self._is_sparse(number))
@@ -133,7 +132,7 @@ class _Reader:
             return dense, None
         per_token = self._number("num_experts_per_tok")
         if per_token > count:
-            raise ConfigError(f"{self._path}: num_experts_per_tok: got {per_token}, and there are {count} experts")
+            raise ConfigError(f"{self._path}: num_experts_per_tok: got {per_token}, but there are {count} experts")
         inner = self._number("intermediate_size" if self._type == "mixtral" else "moe_intermediate_size")
         expert = self._feed_forward(inner)
         sparse = attention + _linear(self._hidden, count) + expert * count
@@ -146,7 +145,7 @@ class _Reader:
         )
 
     def _is_sparse(self, number: int) -> bool:
-        """Whether this block has experts."""
+        """Return True if this block has experts."""
         if self._type in _LATENT_TYPES:
             every = self._number("moe_layer_freq", default=1) or 1
             return number >= self._number("first_k_dense_replace", default=0) and number % every == 0
@@ -161,7 +160,7 @@ class _Reader:
         return _linear(self._hidden, inner) * (3 if gated else 2)
 
     def _attention(self) -> tuple[_Part, int]:
-        """With the norms and biases of the block; and its keys and values of a token, as transformers keeps them."""
+        """Return attention with the block's norms and biases, and the width of its keys and values in the cache."""
         width = self._number("head_dim", default=0) or self._hidden // self._heads
         keys = self._number("num_key_value_heads", default=self._heads) * width
         hidden, queries = self._hidden, self._heads * width
@@ -176,8 +175,7 @@ class _Reader:
         return linear + _Part(vector_numel=others), 2 * keys
 
     def _latent_attention(self) -> tuple[_Part, int]:
-        """The same of DeepSeek: keys and values pass through something narrow that is normed, and so do queries if
-        `q_lora_rank` says so."""
+        """Return the same for DeepSeek: keys, values and, with `q_lora_rank`, queries pass a narrow normed latent."""
         hidden, heads, rotary = self._hidden, self._heads, self._number("qk_rope_head_dim")
         plain, values = self._number("qk_nope_head_dim"), self._number("v_head_dim")
         narrow, latent = self._number("q_lora_rank", default=0), self._number("kv_lora_rank")

@@ -1,4 +1,4 @@
-"""Machines that one may not have, as numbers with their sources (docs/plan.md repeats them)."""
+"""Presets of known machines, with the sources of their figures (repeated in docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from infinity.plan.machine import Machine
 
 GB = 1e9
 
-# GPU: 989 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 450 GB/s each way (H100 SXM5 data sheet). 40 % of the peak is
-# what trainings of dense models reach (38 to 43 % in "The Llama 3 Herd of Models", 2024, table 4).
+# GPU: 989 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 450 GB/s each way (H100 SXM5 data sheet). Training
+# of dense models reaches 40 % of the peak (38 to 43 % in "The Llama 3 Herd of Models", 2024, table 4).
 # Node: 2 TB, two sockets of 8 channels DDR5-4800 (614 GB/s, of which 80 % reached), 8 network ports of 400 Gb/s for
 # compute, PCIe Gen5 x16 (64 GB/s, of which 55 reached), 8 U.2 drives of 3.84 TB (DGX H100 user guide).
 # Drives: Gen4 of this class read 6.0 and write 3.25 GB/s sustained, 48 and 26 together.
@@ -60,8 +60,8 @@ def _share_of(node: Machine, name: str) -> Machine:
     )
 
 
-# Desktop: 64 GB of DDR5-5200 on two channels (83 GB/s), one Gen4 drive of 2 TB: 7.0 GB/s read, and written at the 1.4 GB/s
-# that last once the fast cache of such a drive is full (its data sheet says 6.9). PCIe Gen4 x16.
+# Desktop: 64 GB of DDR5-5200 on two channels (83 GB/s), one Gen4 drive of 2 TB: 7.0 GB/s read, and 1.4 GB/s
+# written, its rate once its fast cache is full (its data sheet says 6.9). PCIe Gen4 x16.
 # GPU: 165 TFLOP/s bf16 with fp32 accumulation, 24 GB at 1008 GB/s (Ada whitepaper); half of the peak.
 _RTX_4090 = Machine(
     name="one RTX 4090, one Gen4 drive",
@@ -78,7 +78,7 @@ _RTX_4090 = Machine(
 
 
 def _desktop(name: str, *, tflops: float, memory_gb: int, memory_gb_per_s: float, link_gb_per_s: float = 25) -> Machine:
-    """The desktop of the RTX 4090 with another GPU; half of its peak."""
+    """Return the desktop of the RTX 4090 with another GPU, at half of its peak."""
     return replace(
         _RTX_4090,
         name=f"one {name}, one Gen4 drive",
@@ -139,11 +139,11 @@ _GPU_NAMES = {
     "rtx4060ti": "rtx4060ti-gen4",
     "rtx3060": "rtx3060-gen4",
 }
-"""Presets by the names of GPUs, as nvidia-smi or people write them, without what `preset_of` leaves out."""
+"""Presets by GPU name, as nvidia-smi or users write it, in the normal form of `preset_of`."""
 
 
 def preset_of(name: str) -> Machine | None:
-    """The preset of this name or, such as "NVIDIA GeForce RTX 3090", "RTX 3090" or "3090", of this GPU; None for others."""
+    """Return the preset of this name or GPU, such as "NVIDIA GeForce RTX 3090", "RTX 3090" or "3090"; else None."""
     letters = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
     gpu = _GPU_NAMES.get(letters) or _GPU_NAMES.get(f"rtx{letters}")
     return PRESETS.get(name) or (PRESETS[gpu] if gpu is not None else None)

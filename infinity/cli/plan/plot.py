@@ -1,4 +1,4 @@
-"""Step time over the number of parameters, a line per strategy for as far as it fits. Needs matplotlib."""
+"""Plots step time over the number of parameters, a line per strategy as far as it fits. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from infinity.plan.work import Work
 
 _SIZES = tuple(step * 10**power for power in range(7, 13) for step in (1, 2, 5))
 _AROUND = 30
-"""Sizes up to so many times larger or smaller than the model are drawn."""
+"""Factor by which the drawn sizes may be larger or smaller than the model."""
 
 
 def draw(work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None, cache_bytes: int | None) -> None:
-    """Write the figure to `file`; its suffix says in which format."""
+    """Write the figure to `file`; its suffix selects the format."""
     asked = work.model.numel
     sizes = sorted({asked, *(size for size in _SIZES if asked / _AROUND <= size <= asked * _AROUND)})
     lines: dict[str, list[tuple[int, float]]] = {}

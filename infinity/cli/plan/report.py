@@ -1,4 +1,4 @@
-"""A plan, for people and for programs: tables, words, JSON."""
+"""Reports of a plan: tables and text, and JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.plan.work import Work
 from infinity.units import DAY_SECONDS, format_bytes, format_count, format_seconds
 
 JSON_FORMAT = 1
-"""Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
+"""Incremented when a key of the JSON report changes its meaning or is removed, not when one is added."""
 
 _TIERS = {"device": "GPU", "host": "host", "nvme": "NVMe"}
 """Titles of the attributes of `Memory`."""
@@ -37,19 +37,19 @@ _FROZEN_LIMITS = {"to device": "link", IN_TURNS: "turns"}
 _FROZEN_TITLE = "On frozen weights in their files"
 
 _WIDTH = 1000
-"""Characters that a table may take, whatever the terminal: a column that is cut short says nothing."""
+"""Largest width of a table in characters, whatever the terminal, so that no column is cut short."""
 
 # --- For people ---
 
 
 def print_report(told: Answer) -> None:
-    """Everything, on standard output, the verdicts first."""
+    """Print everything on standard output, the verdicts first."""
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
     plans, chosen, frozen = told.plans, told.chosen, told.frozen
     machine = plans[0].machine
     console.print(_about(plans[0]), "", *_verdicts(told), "", sep="\n")
     console.print(_table(plans, chosen))
-    console.print("GPU, host and NVMe are memory of one rank; read and written are of all ranks in a step.")
+    console.print("GPU, host and NVMe are memory of one rank; read and written are bytes of all ranks in a step.")
     _print_reasons(console, {plan.strategy.name: plan.reasons for plan in plans})
     console.print()
     console.print(_frozen_table(frozen, machine))
@@ -64,7 +64,7 @@ def print_report(told: Answer) -> None:
         console.print(line)
     if shown.work.groups_per_block > 1 and chosen is not None:
         console.print(
-            "name the classes of those parts in infinity.wrap of the config, as many as make the groups planned"
+            "name the classes of those parts in infinity.wrap of the config, so that it makes the planned groups"
         )
 
 
@@ -75,7 +75,7 @@ def _print_reasons(console: Console, reasons_of: Mapping[str, Sequence[str]]) ->
 
 
 def _verdicts(told: Answer) -> list[str]:
-    """What fits and what doesn't, a line each; and where full training doesn't, what would make it fit."""
+    """Return a line for each kind of work that says if it fits; if full training doesn't, also what would help."""
     lines = []
     eased = f" with {' '.join(told.eased)}, which changes no number" if told.eased else ""
     if (chosen := told.chosen) is not None:
@@ -92,8 +92,8 @@ def _verdicts(told: Answer) -> list[str]:
         else:
             lines.append(f"{name}: [bold red]does not fit[/]: {escape('; '.join(plan.reasons))}")
     if chosen is None:
-        enough = f"for full training, tried and enough: {'; or '.join(told.remedies)}"
-        next_move = "for full training a smaller model, or another machine: no two changes of the arguments are enough"
+        enough = f"changes that would make full training fit: {'; or '.join(told.remedies)}"
+        next_move = "use a smaller model or another machine: no two changes of the arguments make full training fit"
         lines.append(f"next: {enough if told.remedies else next_move}")
     return lines
 
@@ -117,7 +117,7 @@ def _about(plan: Plan) -> str:
 
 
 def _passing(work: Work) -> str:
-    """The micro-batches of a step, and their activations."""
+    """Describe the micro-batches of a step, and their activations."""
     micro_batches = "one micro-batch a step"
     if work.micro_batches > 1:
         at_once = {1: "a step", work.micro_batches: "at once"}
@@ -159,7 +159,7 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
 
 
 def _short(nbytes: int) -> str:
-    """Bytes for a narrow column: three digits, and nothing for none."""
+    """Format bytes for a narrow column: three digits, empty for 0."""
     number, unit = format_bytes(nbytes).split()
     return f"{float(number):.{max(0, 4 - len(number.split('.')[0]) - 1)}f} {unit}" if nbytes else ""
 
@@ -183,16 +183,16 @@ def _words(plan: Plan) -> list[str]:
     if written and plan.simulated is not None:
         more = max(0.0, plan.discarding_seconds() - plan.step_seconds)
         lines.append(
-            "updated in the backward, for the step to accept; one that clips or overflows discards it, which costs a rank "
+            "speculative updates in the backward; a step that clips or overflows discards them, which costs a rank "
             f"{format_bytes(read)} more read, {format_bytes(written)} more written and {format_seconds(more)}"
         )
     elif plan.work.unasked and plan.work.scheme.update == "forward":
         lines.append(
-            "updated in the forward: in the backward it would be no faster, or lack the space on NVMe for a second slot"
+            "updates in the forward: in the backward they would be no faster, or lack the NVMe space for a second slot"
         )
     daily = plan.drive_writes_per_day
     if daily is not None and plan.drive_days is None:
-        lines.append("wear: none, since all that is written anew stays in the host cache")
+        lines.append("wear: none, since all state that changes stays in the host cache")
     elif plan.drive_days is not None:
         lines.append(
             f"wear: {daily:.3g} drive writes per day; drives rated for 1 a day over 5 years last "
@@ -231,28 +231,28 @@ def _frozen_words(told: Answer) -> list[str]:
     lines = [
         f"adapters: rank {told.lora_rank} on all linear layers of the blocks, {format_count(trained)} parameters, in memory "
         f"with their optimizer; {_passing(told.frozen_work)}",
-        f"start: until the first step or token, {START_SECONDS:g} s for the process and its imports (assumed) and the files "
-        "read once",
-        "what stays staged is not read again: set pinned_bytes_max to the pool that is planned; wear: none",
+        f"start: time to the first step or token, {START_SECONDS:g} s for process and imports (assumed) and one read "
+        "of the files",
+        "staged weights are not read again: set pinned_bytes_max to the planned pool; wear: none",
     ]
     if any(plan.per == "round" and plan.tokens > 1 for plan in plans):
         lines.append("a round makes one token of each sequence")
     bits = plans[0].base_bits
     if bits < 16:
         lines.append(
-            f"weights: {bits} bits of the blocks' matrices in files and pool, decoded where they are gathered, as fast as "
-            "memory is (assumed)"
+            f"weights: {bits} bits of the blocks' matrices in files and pool, decoded in the gather at the speed of "
+            "memory (assumed)"
         )
     if any(IN_TURNS in plan.busy for plan in plans):
         lines.append(
-            "experts: those are read that a token of any rank is routed to, expected if all are equally likely; their router "
-            "says which, so that reading them and computing take turns"
+            "experts: only those that a token of any rank is routed to are read (expected, all equally likely); reads "
+            "wait for the router, so that reading and computing take turns"
         )
     return lines
 
 
 def _memory_table(title: str, memories: Mapping[str, Memory]) -> Table:
-    """The bytes of each user, with a column for each of `memories`."""
+    """Return a table of the bytes of each user, with a column for each of `memories`."""
     table = table_of("tier", "user", *memories, words=2, title=f"{title}: memory of one rank")
     for tier, name in _TIERS.items():
         bytes_of = [getattr(memory, tier) for memory in memories.values()]
@@ -267,17 +267,17 @@ def _memory_table(title: str, memories: Mapping[str, Memory]) -> Table:
 
 
 def _tiers_on(machine: Machine) -> dict[str, str]:
-    """Those that the machine has: no GPU where it computes on its CPU."""
+    """Return the tiers of the machine: no GPU if it computes on its CPU."""
     return {tier: title for tier, title in _TIERS.items() if tier != "device" or not machine.device_is_host}
 
 
 def _rate(tokens_per_s: float) -> str:
-    """Such as "154" or "12.3k"."""
+    """Format tokens per second, such as "154" or "12.3k"."""
     return f"{tokens_per_s:.3g}" if tokens_per_s < 1000 else format_count(tokens_per_s)
 
 
 def _unit_of(plan: FrozenPlan) -> str:
-    """What its seconds and bytes are of; a round of one sequence makes one token."""
+    """Return the unit of its seconds and bytes; a round of one sequence makes one token."""
     return "token" if plan.per == "round" and plan.tokens == 1 else plan.per
 
 
@@ -285,7 +285,7 @@ def _unit_of(plan: FrozenPlan) -> str:
 
 
 def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
-    """The whole result; docs/plan.md lists the keys."""
+    """Return the whole result; docs/plan.md lists the keys."""
     plans, chosen = told.plans, told.chosen
     work, machine = plans[0].work, plans[0].machine
     model, drive = work.model, machine.drive
@@ -401,7 +401,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
-    """One work; docs/plan.md lists the keys."""
+    """Return one kind of work on frozen weights; docs/plan.md lists the keys."""
     return {
         "name": plan.name,
         "per": plan.per,

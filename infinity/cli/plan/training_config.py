@@ -10,7 +10,7 @@ from infinity.schedule.scheme import MOMENT_BYTES, MOMENT_BYTES_OF
 
 
 def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
-    """A training config for the plan, complete, and accepted as it stands."""
+    """Return a complete training config for the plan."""
     work, strategy = plan.work, plan.strategy
     zero: dict[str, Any] = {
         "stage": strategy.stage,
@@ -56,7 +56,7 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
 
 
 def schedule_of(work: Work) -> str | None:
-    """The value of infinity.schedule for the work; None if it needs none, or if some of the micro-batches pass at once."""
+    """Return infinity.schedule for the work; None if it needs none, or if only some micro-batches pass at once."""
     if work.micro_batches == 1:
         return None
     return {1: "horizontal", work.micro_batches: "vertical"}.get(work.micro_batches_at_once)
@@ -68,7 +68,7 @@ _OPTIMIZERS: dict[int, dict[str, Any]] = {
     1: {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
     0: {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 1e-4}},
 }
-"""By how many numbers they keep of each parameter."""
+"""Optimizers by their moments per parameter."""
 
 
 def _offload(device: str, nvme_path: str) -> dict[str, Any]:

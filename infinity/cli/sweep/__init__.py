@@ -1,1 +1,1 @@
-"""`infinity-bench sweep`: `command` asks, `run` keeps the order, `search` decides, the others measure and tell."""
+"""`infinity-bench sweep`: `command` reads options, `run` measures, `search` chooses settings, the others report."""

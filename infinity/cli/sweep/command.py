@@ -1,7 +1,7 @@
-"""`infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
+"""`infinity-bench sweep`: measures how fast a drive is, and with which settings. Main thread.
 
-Checks its options, measures, then prints. Its files on the drive have no name and are gone however it ends; only the drive's
-profile stays.
+Checks its options, measures, then prints. Its files on the drive have no name and are gone however it ends; only the
+drive's profile stays.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FREE_SHARE = 10
 """Without --size the test file takes at most one part in this many of the free space."""
 
 _DESCRIPTION = """\
-Measure drives at many settings (backend, block size, queue depth, rings, how reads and writes mix) and find the ones that
-serve a training step best. Prints them as a block for the training config and keeps them in PATH/.infinity-drive.json. Takes
+Measure drives at many settings (backend, block size, queue depth, rings, mix of reads and writes) and find the best
+for a training step. Prints them as a block for the training config and stores them in PATH/.infinity-drive.json. Takes
 about five minutes, with --quick one. Run it while nothing else uses the machine."""
 
 _EPILOG = """\
@@ -31,7 +31,7 @@ examples:
   infinity-bench sweep /local_nvme --quick
   infinity-bench sweep /nvme0 /nvme1 --json sweep.json
 
-exit code: 0 when done; 1 if the drive fails on the way; 2 for what can't be done as asked.
+exit code: 0 when done; 1 if the drive fails; 2 for wrong usage.
 docs/sweep.md says what is measured, and lists the keys of --json."""
 
 
@@ -48,9 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--rounds", type=count, metavar="N", help="final rounds (default: 5, with --quick 3)")
     add("--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times")
     add("--fio", action="store_true", help="measure fio on the same bytes and print the ratio")
-    text = (
-        'size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)'
-    )
+    text = 'size of a model in the table of step times, such as "7B"; may be given several times (default: 1B, 7B, 70B)'
     add("--params", action="append", type=checked_value(parse_count, at_least=1), metavar="COUNT", help=text)
     add_json(parser)
     add("--plot", type=Path, metavar="FILE.png", help="draw bandwidth over block size (needs matplotlib)")
@@ -58,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sweep the paths: 0 when done. Raises StoreError or IoError, or UsageError for options that can't be met."""
+    """Sweep the paths; returns 0. Raises StoreError or IoError, or UsageError for options that can't be satisfied."""
     with usage_checked():
         sizes = _check(options)
     from infinity.cli.sweep.run import Sweep
@@ -73,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> dict[Path, int]:
-    """Whether the options can be met, before the first byte is written; returns the bytes of the test file of each path.
+    """Check the options before the first byte is written. Returns the bytes of the test file of each path.
 
-    Raises ConfigError, or StoreError without fio.
+    Raises ConfigError for options that can't be satisfied, or StoreError without fio.
     """
     from infinity.aio import probe
     from infinity.cli.sweep.fio import find_fio
@@ -94,12 +92,12 @@ def _check(options: argparse.Namespace) -> dict[Path, int]:
             )
         if nbytes < _SIZE_MIN:
             raise ConfigError(
-                f"{path}: {format_bytes(free)} are free, too little for an honest measurement: free some, or set --size"
+                f"{path}: {format_bytes(free)} are free, too little for a good measurement: free some, or set --size"
             )
     backends = {name: (available, reason) for name, available, reason in probe()}
     for name in options.backend or []:
         if name not in backends:
-            raise ConfigError(f"--backend {name}: there is no such backend, but {', '.join(backends)}")
+            raise ConfigError(f"--backend {name}: no such backend; there are {', '.join(backends)}")
         if not backends[name][0]:
             raise ConfigError(f"--backend {name}: {backends[name][1]}")
     if not any(available for available, _ in backends.values()):

@@ -1,6 +1,6 @@
-"""fio on the same bytes, measured and searched like our own engine: what else the drive could be driven by.
+"""Measures fio on the same bytes, with the same search as infinity's engine, for comparison.
 
-One process of fio per trial; it ends with us. It opens the test file through our descriptor, so it makes no file.
+One process of fio per trial. It opens the test file through our descriptor, so it creates no file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from infinity.errors import IoError, StoreError
 from infinity.units import align_up
 
 NAME = "fio"
-"""Stands where a backend would in `IoSettings`; `rings` are fio's jobs then."""
+"""fio as a backend in `IoSettings`; `rings` are then fio's jobs."""
 
-# A job's clock starts when its buffers are ready. Unless they wait for each other, the first is done before the last has
-# begun, each has the drive to itself, and the sum of their rates is more than the drive gives.
+# A job's clock starts when its buffers are ready. If jobs don't wait for each other, the first ends before the last
+# begins, each has the drive to itself, and the sum of their rates exceeds the drive's.
 _START_TOGETHER = "printf x >> ready; until [ $(stat -c %s ready) -ge {jobs} ]; do sleep 0.005; done"
 
 _READWRITE = {Workload.READ: "read", Workload.WRITE: "write", Workload.MIXED: "rw"}
 
 
 def find_fio() -> str:
-    """The program's path. Raises StoreError, with the next move, where it isn't installed."""
+    """Return the program's path. Raises StoreError if it isn't installed."""
     program = shutil.which("fio")
     if program is None:
         raise StoreError(errno.ENOENT, "--fio: no fio on the PATH: install it (apt-get install fio) or leave --fio out")
@@ -37,7 +37,7 @@ def find_fio() -> str:
 
 
 def version_of(program: str) -> str:
-    """Such as "fio-3.33"."""
+    """Return the version, such as "fio-3.33"."""
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
@@ -46,7 +46,7 @@ class Fio:
 
     Args:
         program: path of fio.
-        io_engine: fio's name of how it does I/O: "io_uring", or "libaio" where that is refused.
+        io_engine: fio's I/O engine: "io_uring", or "libaio" if that is refused.
     """
 
     def __init__(self, program: str, test: DriveTest, io_engine: str) -> None:
@@ -57,10 +57,10 @@ class Fio:
         self.registers_buffers = io_engine == "io_uring"
 
     def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
-        """One trial. Raises IoError with what fio said where it fails."""
+        """Run one trial. Raises IoError with fio's output if it fails."""
         done = self._call(workload, settings, seconds)
         if done.returncode and self.registers_buffers and os.strerror(errno.ENOMEM) in done.stderr:
-            self.registers_buffers = False  # more than the memlock limit allows: go on without, as our engine does
+            self.registers_buffers = False  # above the memlock limit: continue without, as our engine does
             done = self._call(workload, settings, seconds)
         if done.returncode:
             raise IoError(f"fio ended with status {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
@@ -69,11 +69,11 @@ class Fio:
         return Trial(workload, settings, nbytes, elapsed, cpu_seconds)
 
     def command(self, workload: Workload, settings: IoSettings, seconds: float) -> list[str]:
-        """The command line of one trial.
+        """Return the command line of one trial.
 
-        A trial goes through at most half of the file, from where the last one stopped, and each job through a part of that: so
-        it does not read bytes that the drive or a hypervisor may still hold in a cache. No ramp time: requests in flight when
-        the clock starts would count as moved, a tenth of a second of the drive's time at great depths.
+        A trial covers at most half of the file, from where the last one stopped, and each job a part of that, so that
+        no bytes are read that the drive or a hypervisor may still cache. No ramp time: requests in flight at the start
+        would count as moved, a tenth of a second of the drive's time at large depths.
         """
         range_bytes = self._test.nbytes // 2
         part = range_bytes // settings.rings // settings.block_bytes * settings.block_bytes
@@ -93,7 +93,7 @@ class Fio:
             "thread": 1,
             "group_reporting": 1,
             "randrepeat": 0,
-            "scramble_buffers": 0,  # the buffers are random as they are; changing them all the time costs CPU
+            "scramble_buffers": 0,  # the buffers are random already; changing them costs CPU
             "allow_file_create": 0,
             "output-format": "json",
         }
@@ -114,14 +114,14 @@ class Fio:
                 # glibc then asks for huge pages for large blocks of memory, as our pinned pool does.
                 env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
                 cwd=folder,
-                start_new_session=True,  # Ctrl-C is ours to handle: run() kills fio where an exception passes
+                start_new_session=True,  # Ctrl-C reaches only us: run() kills fio on any exception
             )
 
 
 def parse_output(text: str) -> tuple[int, float, float]:
-    """Bytes moved, wall seconds, and CPU seconds of all jobs, from fio's JSON (which may follow warnings).
+    """Parse bytes moved, wall seconds, and CPU seconds of all jobs from fio's JSON, which may follow warnings.
 
-    Raises IoError where there are none.
+    Raises IoError if there are none.
     """
     try:
         report = json.loads(text[text.index("{") :])
@@ -132,7 +132,7 @@ def parse_output(text: str) -> tuple[int, float, float]:
         ways = [job[way] for job in jobs for way in ("read", "write")]
         nbytes = sum(int(way["io_bytes"]) for way in ways)
         milliseconds = max(int(way["runtime"]) for way in ways)
-        # job_runtime adds up the jobs of a group, and the percentages are of that.
+        # job_runtime is the sum over a group's jobs, and the percentages are of that.
         cpu_seconds = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
     except (ValueError, KeyError, TypeError) as error:
         raise IoError(f"fio's output can't be read ({error!r}): {text.strip()[:200]!r}") from None

@@ -1,4 +1,4 @@
-"""Bandwidth over block size, one panel per path and load, drawn from every trial of a sweep. Needs matplotlib."""
+"""Plots bandwidth over block size, a panel per path and load, from every trial of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARKERS = "osD^vP"
 
 
 def draw(swept: list[Swept], file: Path) -> None:
-    """Write the figure to `file`; its suffix says in which format. A line per backend and queue depth."""
+    """Write the figure to `file`; its suffix selects the format. A line per backend and queue depth."""
     figure = Figure(figsize=(15, 5 * len(swept)), layout="constrained")
     axes = figure.subplots(len(swept), len(Workload), squeeze=False, sharey="row")
     for row, one in zip(axes, swept, strict=True):
@@ -38,7 +38,7 @@ def draw(swept: list[Swept], file: Path) -> None:
 
 
 def _lines(search: Search, workload: Workload) -> list[tuple[str, dict[str, object], dict[int, float]]]:
-    """Label, style and bytes per second by block size, of each backend (a colour) and depth on one ring (a shade).
+    """Return label, style and bytes/s by block size, of each backend (a colour) and depth on one ring (a shade).
 
     Only depths that were tried at several block sizes make a line.
     """

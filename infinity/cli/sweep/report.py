@@ -1,4 +1,4 @@
-"""What a sweep found, for people and for programs: tables, words, JSON, and the block for the training config."""
+"""Reports of a sweep: tables and text, JSON, and the block for the training config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARAMS = (10**9, 7 * 10**9, 70 * 10**9)
 
 @dataclass
 class Swept:
-    """One path: its drive, its test, which is closed by the end and holds no memory then, and its results."""
+    """One path: its drive, its test (closed at the end, without memory then), and its results."""
 
     path: Path
     drive: Drive
@@ -48,34 +48,34 @@ AllAtOnce = dict[Workload, float]
 
 
 def name_of(drive: Drive) -> str:
-    """The disks, such as "nvme0n1+nvme1n1"; the source of a file system that has none."""
+    """Return the disks, such as "nvme0n1+nvme1n1", or the source of a file system that has none."""
     return "+".join(disk.name for disk in drive.disks) or drive.source
 
 
 def label_of(drive: Drive) -> str:
-    """For people: "nvme0n1 (Samsung SSD 990 PRO 2TB, 1.82 TiB, ext4)"."""
+    """Return a label: "nvme0n1 (Samsung SSD 990 PRO 2TB, 1.82 TiB, ext4)"."""
     size = format_bytes(drive.nbytes) if drive.nbytes else "size unknown"
     return f"{name_of(drive)} ({', '.join(dict.fromkeys([drive.model, size, drive.file_system]))})"
 
 
 def block_in_words(nbytes: int) -> str:
-    """Such as "4 MiB"."""
+    """Format a block size, such as "4 MiB"."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
 def share_a_disk(one: Drive, other: Drive) -> bool:
-    """Whether two drives compete for the same bandwidth."""
+    """Return True if two drives compete for the same bandwidth."""
     disks = {disk.name for disk in one.disks} & {disk.name for disk in other.disks}
     return bool(disks) or one.source == other.source
 
 
 def on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
-    """The pairs of paths whose drives share a disk."""
+    """Return the pairs of paths whose drives share a disk."""
     return [(one, other) for one, other in combinations(swept, 2) if share_a_disk(one.drive, other.drive)]
 
 
 def config_block(choice: Choice) -> dict[str, Any]:
-    """The block for the training config, accepted there as it is."""
+    """Return the block for the training config, ready to use."""
     settings = choice.settings
     return {
         "aio": {
@@ -100,7 +100,7 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
         console.print("Nothing can be recommended: no settings were measured under every load.", style="yellow")
         return
     console.print(*_verdict(swept, choice), sep="\n")
-    table = table_of("parameters", "on the drive", "read a step", "written a step", "step at least")
+    table = table_of("parameters", "on the drive", "read per step", "written per step", "step at least")
     for count in params or _PARAMS:
         read, written = _step_bytes(count)
         table.add_row(
@@ -117,7 +117,7 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
 
 
 def print_found(swept: Swept, console: Console) -> None:
-    """The table: for every backend the fastest settings under each load."""
+    """Print a table of the fastest settings of every backend under each load."""
     table = table_of("backend", "load", "GB/s", "range", "block", "depth", "rings", "CPU s/GB", words=2)
     for name in swept.search.names:
         for workload in Workload:
@@ -175,7 +175,7 @@ def _verdict(swept: Swept, choice: Choice) -> list[str]:
 
 
 def ratios_to_rival(swept: Swept) -> dict[str, float]:
-    """Our fastest over the rival's, by load; empty without a rival."""
+    """Return our fastest rate over the rival's, by load; empty without a rival."""
     rivals = {workload: swept.search.best(fio.NAME, workload) for workload in Workload}
     return {
         workload.value: _fastest(swept, workload) / rival.bytes_per_s
@@ -185,7 +185,7 @@ def ratios_to_rival(swept: Swept) -> dict[str, float]:
 
 
 def endurance(drive: Drive, choice: Choice) -> str:
-    """Sentences about drive wear. The same for models of all sizes: a larger one writes more, less often."""
+    """Describe drive wear. It is the same for models of all sizes: a larger one writes more, less often."""
     wear = wear_of(drive, choice)
     text = "Wear: a step writes 12 bytes per trained parameter. Training that never waits for compute would write "
     text += f"{format_bytes(wear['written_bytes_per_day'])} a day."
@@ -195,11 +195,11 @@ def endurance(drive: Drive, choice: Choice) -> str:
             f"{format_bytes(drive.nbytes)}; rated for 1 a day over 5 years, it would last "
             f"{format_seconds(DAY_SECONDS * wear['days_at_1_dwpd_for_5_years'], digits=2)}."
         )
-    return text + " Where compute takes longer than that, the drive lasts longer in proportion."
+    return text + " If compute takes longer, the drive lasts longer in proportion."
 
 
 def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
-    """Bytes written per day at the measured pace, and what that means for a drive of this size where that is known."""
+    """Return the bytes written per day at the measured rate, and the SSD lifetime if the drive's size is known."""
     read, written = _step_bytes(1)
     per_day = written / ((read + written) / choice.step_bytes_per_s) * DAY_SECONDS
     if not drive.nbytes:
@@ -212,7 +212,7 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
 
 
 def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Console) -> None:
-    """All paths at once, or why there is no such measurement."""
+    """Print the rates of all paths at once, or why they were not measured."""
     for one, other in on_one_device(swept):
         console.print(
             f"{one.path} and {other.path} are on one device ({name_of(one.drive)}): they share its bandwidth, and a second "
@@ -232,7 +232,7 @@ def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Con
 
 
 def as_json(swept: list[Swept], all_at_once: AllAtOnce | None, options: argparse.Namespace) -> dict[str, Any]:
-    """The whole result. Of several paths, each is an entry of `paths`; a single one stands at the top."""
+    """Return the whole result. Several paths are entries of `paths`; a single one is at the top level."""
     versions = {"infinity": infinity.__version__, "python": platform.python_version(), "torch": torch.__version__}
     if options.fio:
         versions["fio"] = fio.version_of(fio.find_fio())
@@ -354,7 +354,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _compared(value: float, other: float) -> str:
-    """Such as "12 % more than" or "about as much as": it stands before what it is compared with."""
+    """Return a phrase that precedes the other value, such as "12 % more than" or "about as much as"."""
     percent = 100 * (value / other - 1)
     if abs(percent) < 2:
         return "about as much as"

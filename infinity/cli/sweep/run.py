@@ -1,6 +1,6 @@
 """Runs a sweep: every path alone, then all at once if they are on different drives; then prints the results.
 
-Owns the order. The policy is in search.py, measuring in drive/measure.py, texts in report.py.
+Policy is in search.py, measurement in drive/measure.py, text in report.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LINE_SECONDS = 5.0
 
 
 class Progress(Bar):
-    """Shows progress, from the seconds done and an estimate of the seconds left."""
+    """Progress display, from the seconds done and an estimate of the seconds left."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -61,7 +61,7 @@ class Progress(Bar):
         self._task = self.add_task("", total=None, left="")
 
     def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
-        """Show what is being done now. May be called often."""
+        """Show the current activity. May be called often."""
         left = f"about {format_seconds(max(1.0, left_seconds), digits=1)} left"
         total = done_seconds + left_seconds
         self.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
@@ -73,7 +73,7 @@ class Progress(Bar):
 _QUEUE_SECONDS_MAX = 0.1
 _QUEUE_BYTES_MIN = 64 * MIB
 """Settings with more in flight than the drive moves in this time, and more than this minimum, are not tried: they only
-make the drive slow to answer."""
+add latency."""
 
 _PIPED_WIDTH = 100
 
@@ -101,7 +101,7 @@ class Sweep:
         self._swept: list[Swept] = []
 
     def run(self) -> None:
-        """Measure everything; then print, write the files and keep the profiles. Raises StoreError or IoError."""
+        """Measure everything; then print, write the files and store the profiles. Raises StoreError or IoError."""
         with Progress() as progress:
             for path, nbytes in self._sizes.items():
                 self._sweep(path, nbytes, progress)
@@ -119,8 +119,8 @@ class Sweep:
             draw(self._swept, self._options.plot)
 
     def print_partial_results(self) -> None:
-        """After an early end: print the best so far."""
-        self._console.print("[bold]Ended early.[/] What was found so far, from short trials:")
+        """Print the best results so far, after an early end."""
+        self._console.print("[bold]Ended early.[/] Results so far, from short trials:")
         for swept in self._swept:
             print_found(swept, self._console)
 
@@ -173,7 +173,7 @@ class Sweep:
     # --- All at once ---
 
     def _run_all_at_once(self, progress: Progress) -> AllAtOnce | None:
-        """All drives at their recommended settings at the same time; None where that makes no sense."""
+        """Measure all drives at once at their recommended settings; None for a single drive or a shared one."""
         chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
         if len(chosen) < 2 or on_one_device(self._swept):
             return None
@@ -187,7 +187,7 @@ class Sweep:
                 test.fill()
 
             def one_round(workload: Workload) -> float:
-                """The sum of the bytes per second of all drives."""
+                """Return the sum of the bytes per second of all drives."""
                 trials = [threads.submit(test.run, workload, settings, 1.0) for test, settings in tests]
                 return sum(trial.result().bytes_per_s for trial in trials)
 
@@ -195,10 +195,10 @@ class Sweep:
             rounds = range(self._effort.rounds)
             return {workload: statistics.median(one_round(workload) for _ in rounds) for workload in Workload}
 
-    # --- What stays ---
+    # --- Profiles ---
 
     def _keep_profile(self, swept: Swept) -> None:
-        """Write the profile to the drive for later runs, if anything could be recommended."""
+        """Store the profile on the drive for later runs, if any settings are recommended."""
         choice = swept.search.recommended()
         if choice is None:
             return
@@ -220,13 +220,13 @@ class Sweep:
         try:
             path = save_profile(profile, swept.path)
         except OSError as error:
-            self._console.print(f"The profile of the drive could not be kept in {swept.path}: {error}", style="yellow")
+            self._console.print(f"The drive's profile could not be stored in {swept.path}: {error}", style="yellow")
         else:
-            self._console.print(f"Kept in {path}.", soft_wrap=True)
+            self._console.print(f"Stored in {path}.", soft_wrap=True)
 
 
 def _pool_bytes() -> int:
-    """Pinned memory to measure with: the usual amount, or what the machine can spare."""
+    """Return the pinned memory to measure with: the default, or less if the machine has little."""
     available = available_bytes()
     return POOL_BYTES if available is None else max(FILE_BYTES_MIN, min(POOL_BYTES, available // _MEMORY_SHARE))
 

@@ -1,10 +1,10 @@
-"""Which settings to try on a drive, and which to recommend. Pure policy: it calls a function that measures and does
-no I/O, so tests run it on simulated drives.
+"""Chooses which settings to try on a drive, and which to recommend. Pure policy: it calls a function that measures, and
+does no I/O, so that tests run it on simulated drives.
 
 [Note: How the search goes]
-For each backend and workload, short trials go over a coarse grid of block sizes and depths, then from the best point along one
-setting at a time. The best few are tried on all workloads. The best of these, and of every backend, run in final rounds of
-longer trials. docs/sweep.md says which settings are then recommended.
+For each backend and workload, short trials cover a coarse grid of block sizes and depths, then change one setting at a
+time from the best point. The best few are tried on all workloads. The best of these, and of every backend, run in final
+rounds of longer trials. docs/sweep.md says which settings are then recommended.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DEPTHS = tuple(1 << power for power in range(9))  # 1 to 256
 RINGS = (1, 2, 3, 4)
 
 _CLEAR_GAIN = 1.01
-"""A step is taken for more than this: less is noise."""
+"""Smallest gain for which the search takes a step: less is noise."""
 
 _AS_GOOD = 0.98
-"""Settings within this share of the best count as equal to it, and within more where the measurements are noisier than that."""
+"""Settings within this share of the best count as equal to it; within more if the measurements are noisier."""
 
 _DISTURBED = 0.2
-"""Where the same settings differ by more than this from round to round, something else uses the machine."""
+"""Spread of the same settings over the rounds above which something else uses the machine."""
 
 _AS_LEAN = 1.5
 """CPU time per byte, relative to the least, up to which settings count as equally cheap."""
@@ -46,7 +46,7 @@ class Effort:
     Attributes:
         grid_blocks, grid_depths: the coarse grid (bytes; blocks).
         steps: trials after the grid, per backend and workload, at most.
-        trial_seconds: of a short trial.
+        trial_seconds: duration of a short trial.
         candidates: settings per backend and workload that are tried on the other workloads, too.
         finalists: settings in the final rounds.
         rounds, round_seconds: the final rounds, and each trial in them.
@@ -62,14 +62,14 @@ class Effort:
     round_seconds: float
 
     def phases(self, *, backends: int, rivals: int) -> list[float]:
-        """Trial time at most of each phase: exploring each backend and workload, the candidates, the finals."""
+        """Return bounds of each phase's trial time: exploring each backend and workload, the candidates, the finals."""
         exploring = (len(self.grid_blocks) * len(self.grid_depths) + self.steps) * self.trial_seconds
         candidates = len(Workload) * (backends * (self.candidates + 1) * 2 + 1) * self.trial_seconds
         finals = len(Workload) * (self.finalists + backends + 2 * rivals) * self.rounds * self.round_seconds
         return [exploring] * (len(Workload) * (backends + rivals)) + [candidates, finals]
 
     def seconds(self, *, backends: int, rivals: int) -> float:
-        """Trial time of a whole search at most."""
+        """Return an upper bound of the trial time of a whole search."""
         return sum(self.phases(backends=backends, rivals=rivals))
 
 
@@ -104,13 +104,13 @@ class Standing:
 
     @property
     def noise(self) -> float:
-        """By how much the median may be off, relative to it: the range over the root of the rounds."""
+        """Relative error of the median: the range over the square root of the rounds."""
         return self.spread / math.sqrt(self.rounds)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that serve a whole step: its bytes per second, and what each workload gets."""
+    """Settings for a whole step, with its bytes per second and the standing under each workload."""
 
     settings: IoSettings
     step_bytes_per_s: float
@@ -122,12 +122,12 @@ class Choice:
 
     @property
     def noise(self) -> float:
-        """By how much the rate of a step may be off, relative to it; what is moved both ways decides it."""
+        """Relative error of the rate of a step, which the mixed workload dominates."""
         return self.of[Workload.MIXED].noise
 
 
 def step_bytes_per_s(read: float, mixed: float) -> float:
-    """Bytes per second of a training step on a drive with these rates (bytes per second; `mixed` counts both ways).
+    """Return the bytes per second of a training step on a drive with these rates (same unit; `mixed` counts both ways).
 
     Of the 14 bytes read and 12 written per parameter (docs/architecture.md, "The sum"), the 2 that are gathered for the
     backward are read alone, and 12 are read while 12 are written: the harmonic mean of the two.
@@ -137,13 +137,13 @@ def step_bytes_per_s(read: float, mixed: float) -> float:
 
 @dataclass(eq=False, kw_only=True)
 class Search:
-    """The best settings of one drive.
+    """Search for the best settings of one drive.
 
     Attributes:
         measure: runs one trial.
-        backends: to try, and to recommend one of.
-        fits: whether settings can be measured at all.
-        effort: how much to try.
+        backends: backends to try, one of which is recommended.
+        fits: returns True if settings can be measured.
+        effort: extent of the search.
         rivals: more "backends" that `measure` knows, such as another program: measured alike, never recommended.
     """
 
@@ -159,7 +159,7 @@ class Search:
         self._short: _Trials = {}
         self._final: _Trials = defaultdict(list)
         self._phases = self.effort.phases(backends=len(self.backends), rivals=len(self.rivals))
-        """Upper bound of the seconds of trials still to come, of the present phase and those after it."""
+        """Upper bounds of the remaining trial seconds, of the current phase and each later one."""
 
     @property
     def remaining_seconds(self) -> float:
@@ -167,7 +167,7 @@ class Search:
         return sum(self._phases)
 
     def run(self) -> None:
-        """Try all that the effort allows. Only an exception of `measure` ends it early; results so far stay."""
+        """Run the search. Only an exception of `measure` ends it early; results so far stay."""
         for name in self.names:
             for workload in Workload:
                 self._explore(name, workload)
@@ -179,11 +179,11 @@ class Search:
         self._run_finals()
 
     def best(self, name: str, workload: Workload) -> Standing | None:
-        """The fastest settings of one backend or rival under one workload; None before any was tried."""
+        """Return the fastest settings of one backend or rival under one workload; None before any was tried."""
         return next(iter(self._ranked(name, workload)), None)
 
     def fastest(self, workload: Workload) -> Standing | None:
-        """The fastest of all backends that may be recommended."""
+        """Return the fastest settings of all backends that may be recommended."""
         bests = [best for name in self.backends if (best := self.best(name, workload)) is not None]
         return max(bests, key=lambda standing: standing.bytes_per_s, default=None)
 
@@ -203,13 +203,13 @@ class Search:
         return self.spread > _DISTURBED
 
     def choice_of(self, settings: IoSettings) -> Choice | None:
-        """These settings with their rate for a step; None if they were not tried on all workloads."""
+        """Return these settings with their rate for a step; None if they were not tried on all workloads."""
         return next((choice for choice in self._choices(self._final) if choice.settings == settings), None)
 
     # --- Exploring ---
 
     def _explore(self, name: str, workload: Workload) -> None:
-        """The grid, then single steps from its best point until none helps. A move that helped is tried first the next time."""
+        """Try the grid, then single steps from its best point until none helps. A move that helped is tried first."""
         for block in self.effort.grid_blocks:
             for depth in self.effort.grid_depths:
                 self._try(workload, IoSettings(name, block, depth))
@@ -228,7 +228,7 @@ class Search:
                 return
 
     def _moves(self, settings: IoSettings, workload: Workload) -> dict[str, IoSettings]:
-        """All changes of one setting, likely gains first; and block against depth at the same bytes in flight."""
+        """Return all changes of one setting, likely gains first, and block against depth at equal bytes in flight."""
 
         def moved(*, block: int = 0, depth: int = 0, rings: int = 0) -> IoSettings:
             return replace(
@@ -252,7 +252,7 @@ class Search:
         return {move: changed for move, changed in moves.items() if changed != settings}
 
     def _try(self, workload: Workload, settings: IoSettings) -> float | None:
-        """A short trial, unless it was done before; bytes per second, or None for what can't be measured."""
+        """Run a short trial, unless done before. Returns bytes per second, or None if it can't be measured."""
         settings = _as_tried(workload, settings)
         if not self.fits(settings):
             return None
@@ -269,7 +269,7 @@ class Search:
     # --- Choosing ---
 
     def _candidates(self) -> list[IoSettings]:
-        """Settings that may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
+        """Return settings that may suit all workloads: each backend's best, cheap ones as good, the defaults."""
         candidates = [IoSettings(self.backends[0])]
         for name in self.backends:
             mixed = self.best(name, Workload.MIXED)
@@ -284,7 +284,7 @@ class Search:
         return list(dict.fromkeys(settings for settings in candidates if self.fits(settings)))
 
     def _run_finals(self) -> None:
-        """Rounds over the finalists, forwards and backwards in turn, so that a drive that slows down affects all alike."""
+        """Run rounds over the finalists, forwards and backwards in turn, so that a slowing drive affects all alike."""
         choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
         usual = IoSettings(self.backends[0])
         chosen = [choice.settings for choice in choices[: self.effort.finalists - 1]]
@@ -303,7 +303,7 @@ class Search:
                 self._final[workload, settings].append(trial)
 
     def _ranked(self, name: str, workload: Workload) -> list[Standing]:
-        """Standings of a backend or rival, fastest first: final ones, or those of short trials before there are any."""
+        """Return the standings of a backend or rival, fastest first: final ones if any, else of short trials."""
 
         def standings(trials: _Trials) -> list[Standing]:
             keys = [(of, settings) for of, settings in trials if of is workload and settings.backend == name]
@@ -312,7 +312,7 @@ class Search:
         return sorted(standings(self._final) or standings(self._short), key=lambda standing: -standing.bytes_per_s)
 
     def _choices(self, trials: _Trials) -> list[Choice]:
-        """All settings that were tried on every workload."""
+        """Return all settings that were tried on every workload."""
         standings = {(workload, settings): _standing(settings, done) for (workload, settings), done in trials.items()}
         choices = []
         for (workload, settings), mixed in standings.items():
@@ -328,10 +328,10 @@ class Search:
 
 
 def prefer(choices: Sequence[Choice], usual: IoSettings) -> Choice:
-    """The simplest of those that the measurements can't tell from the best: `usual` (the defaults) if it is one of them, else
-    the cheapest by CPU time, then by rings, then by memory."""
+    """Return the simplest cheap choice that measurements can't tell from the best: `usual` (the defaults) if it is one,
+    else that with the fewest rings, then the least memory."""
     best = max(choices, key=lambda choice: choice.step_bytes_per_s)
-    typical = statistics.median(choice.noise for choice in choices)  # the range of few rounds is small by chance, too
+    typical = statistics.median(choice.noise for choice in choices)  # few rounds may have a small range by chance
 
     def as_good(choice: Choice) -> bool:
         noise = math.hypot(max(choice.noise, typical), max(best.noise, typical))
@@ -344,7 +344,7 @@ def prefer(choices: Sequence[Choice], usual: IoSettings) -> Choice:
 
 
 def _as_tried(workload: Workload, settings: IoSettings) -> IoSettings:
-    """The settings with the usual mix, where the workload only reads or only writes and the mix has no effect."""
+    """Return the settings, with the default mix for a workload that only reads or only writes (mix has no effect)."""
     return settings if workload is Workload.MIXED else replace(settings, mix=MIX_MODES[0])
 
 
@@ -359,5 +359,5 @@ def _cost(settings: IoSettings) -> tuple[int, int, int]:
 
 
 def _next(values: tuple[int, ...], value: int, step: int) -> int:
-    """The neighbour of `value`; at the end of the ladder the value itself."""
+    """Return the neighbour of `value`; at the end of the ladder the value itself."""
     return values[min(max(values.index(value) + step, 0), len(values) - 1)]
