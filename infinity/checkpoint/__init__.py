@@ -1,1 +1,1 @@
-"""Checkpoints and commits: written, found, read and changed into one another."""
+"""Checkpoints and commits: writing, finding, reading, conversion."""

@@ -4,15 +4,15 @@
 thread copies (infinity/store/arena_copy.py).
 
 [Note: When an arena checkpoint is there]
-`start` returns when copying has begun. A checkpoint gets its name when all ranks have copied, which no rank can know alone. So
-it is named at a point that all ranks reach: in the first `step` that finds all ranks done, or in `finish`, which waits (the
-next save or load, `finish_checkpoint` and `close` call it). Until then only the hidden folder exists, and `latest` names the
-checkpoint before. A failure is logged by the next step, and raised by `finish`.
+`start` returns when copying has begun. A checkpoint gets its name when all ranks have copied, which no rank knows
+alone. So it is named at a point that all ranks reach: in the first `step` that finds all ranks done, or in `finish`,
+which waits (the next save or load, `finish_checkpoint` and `close` call it). Until then only the hidden folder exists,
+and `latest` names the previous checkpoint. The next step logs a failure, and `finish` raises it.
 
-If the program ends without that, or while an error is handled, the other ranks or the process group may be gone. Then each rank
-ends alone (`finish_alone`, also an exit function). The copying thread of a rank lists the rank's files in a report next to the
-checkpoint; rank 0 waits for these reports, for a bounded time, and names the checkpoint or logs that there is none. Only what
-ends a process at once (SIGKILL, os._exit) loses the checkpoint.
+If the program ends before that, or while it handles an error, the other ranks or the process group may be gone. Then
+each rank ends alone (`finish_alone`, also at exit). The copying thread of a rank lists the rank's files in a report
+next to the checkpoint. Rank 0 waits for these reports, for a bounded time, and names the checkpoint or logs that there
+is none. Only an immediate end of the process (SIGKILL, os._exit) loses the checkpoint.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from infinity.units import MIB
 log = logging.getLogger("infinity")
 
 _PIECE_NUMEL = 1 << 20
-"""Elements that are put together at once where a checkpoint lies otherwise than the model."""
+"""Elements assembled at once if the checkpoint's layout is not the model's."""
 
 ALONE_SECONDS_MIN = 60.0
-"""How long, at least, rank 0 waits for the other ranks where it ends alone."""
+"""Shortest time that rank 0 waits for the other ranks if it ends alone."""
 
 
 class Saving:
@@ -81,7 +81,7 @@ class Saving:
         atexit.register(self._at_exit)
 
     def finish_if_copied(self) -> bool:
-        """Name the checkpoint if all ranks have copied; whether it has its name. A collective. `finish` raises failures."""
+        """Name the checkpoint if all ranks have copied; True if named. A collective. `finish` raises its failures."""
         if self._failure is None and all(from_all_ranks(self._is_copied())):
             try:
                 self.finish()
@@ -93,7 +93,7 @@ class Saving:
     def finish(self) -> None:
         """Wait until all ranks have copied, and name the checkpoint. A collective.
 
-        Raises CheckpointError on all ranks where it failed on one; the checkpoint before it stays.
+        Raises CheckpointError on every rank if any rank fails; the previous checkpoint stays.
         """
         if self._failure is not None:
             raise self._failure
@@ -106,9 +106,9 @@ class Saving:
             self._draft.complete_on_all_ranks(self._manifest, files, prove_this_rank, self._keep)
 
     def finish_alone(self) -> None:
-        """As `finish`, where the other ranks may be gone. No collective; logs the outcome.
+        """Finish if the other ranks may be gone. Not a collective; logs the outcome.
 
-        Rank 0 waits for the others as long as its own copying took, a minute at least.
+        Rank 0 waits for the others as long as its own copying took, at least a minute.
         """
         if self._ended:
             return
@@ -126,13 +126,13 @@ class Saving:
                 log.info("%s is done: the training had ended without waiting for it", task)
         except Exception as error:
             reason = str(error).removeprefix(f"{task} failed ")
-            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", task, reason)
+            log.error("%s failed, and the training has ended (%s): the previous checkpoint stays", task, reason)
             with contextlib.suppress(OSError):
                 _report(self._draft, self._rank, {})
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Around the end of the save. If it fails, nothing is copied any more, and what was written is removed."""
+        """Guard the end of the save: a failure stops the copying and removes what was written."""
         self._ended = True
         atexit.unregister(self._at_exit)
         try:
@@ -148,7 +148,7 @@ class Saving:
             self.finish_alone()
 
     def _await_reports(self) -> dict[str, StoredFile]:
-        """Wait for the files of all other ranks. Raises CheckpointError where a rank does not report, or has failed."""
+        """Wait for the files of all other ranks. Raises CheckpointError if a rank does not report or has failed."""
         copying_seconds = self._copying.seconds if self._copying is not None else 0.0
         deadline = time.monotonic() + max(ALONE_SECONDS_MIN, copying_seconds)
         all_files: dict[str, StoredFile] = {}
@@ -187,7 +187,7 @@ def start(
     *,
     keep: int = 0,
 ) -> Saving:
-    """Start to write a checkpoint of the model as it is now. A collective; `keep` and errors as of `dcp.save`.
+    """Start to write a checkpoint of the model as it is now. A collective; `keep` and errors as for `dcp.save`.
 
     unpaged_state: this rank's state outside of the arena, as a commit holds it.
     """
@@ -234,10 +234,10 @@ def load(
     verified: bool = True,
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective; `begin`,
-    `verified` and errors as of `dcp.load`.
+    `verified` and errors as for `dcp.load`.
 
-    Where the state lies in the arena as it did there, ranges are copied; else it is assembled from all ranks' files.
-    Returns the unpaged state that this rank stored; where there was no such rank, that of rank 0 without random states.
+    If the arena has the checkpoint's layout, ranges are copied; else the state is assembled from all ranks' files.
+    Returns the unpaged state that this rank stored, or rank 0's without random states if there was no such rank.
     """
     with contextlib.ExitStack() as closing:
         with raise_on_all_ranks():
@@ -261,7 +261,7 @@ def _files_of(rank: int, record: StoredFile, arena: StoredFile | None) -> dict[s
 
 
 def _report(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
-    """Write a list of the rank's files next to the checkpoint; an empty one says that it failed. Raises OSError."""
+    """Write a list of the rank's files next to the checkpoint; an empty one means failure. Raises OSError."""
     listed = json.dumps({name: asdict(file) for name, file in files.items()})
     replace_durably(draft.work_folder / f"rank{rank}.json", listed.encode())
 
@@ -292,14 +292,14 @@ def _check_fits(
     try:
         check_record(stored.rank(0).record, unpaged_state)
     except CheckpointError as error:
-        raise CheckpointError(f"what {stored.path} holds of {error}") from None
+        raise CheckpointError(f"in {stored.path}, {error}") from None
     names_of = parameter_names(model)
     groups = [[names_of[p][0] for p in group["params"]] for group in optimizer.param_groups]
     saved = len(unpaged_state["param_groups"])
     if saved != len(groups) or order_of_groups(unpaged_state, groups) is None:
         raise CheckpointError(
             f"{stored.path} was saved with {saved} parameter groups, and the optimizer has {len(groups)}, or other parameters "
-            "in one of them: make them as they were, in any order"
+            "in one of them: create the same groups, in any order"
         )
 
 
@@ -328,13 +328,13 @@ def _assemble(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Opti
             mesh = tensor.device_mesh
             first, end = rows_of(tensor.shape, mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1))
             local = tensor._local_tensor
-            assert local.numel() == end - first, f"{names[0]} is sharded otherwise than by rows"
+            assert local.numel() == end - first, f"{names[0]} is not sharded by rows"
             flat = local.view(-1)
             for start, numel in _cut(end - first):
                 flat[start : start + numel].copy_(stored.read(names[0], field, first + start, numel))
 
 
 def _cut(numel: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of pieces of at most `_PIECE_NUMEL` elements."""
+    """Yield (start, count) of pieces of at most `_PIECE_NUMEL` elements."""
     for start in range(0, numel, _PIECE_NUMEL):
         yield start, min(_PIECE_NUMEL, numel - start)

@@ -1,10 +1,9 @@
-"""Reads pickles that others wrote, in time and memory bounded by their bytes. Subclasses say which names they may use. Any
-thread.
+"""Reads untrusted pickles in time and memory bounded by their size. Subclasses define the permitted names. Any thread.
 
 [Note: Pickles that grow]
-A pickle of a hundred bytes can ask for a table of gigabytes, or hold lists of lists that are shared so often that a walk
-through them takes years; so does the hash of such tuples. Therefore Python's own unpickler is used, whose table is a dict; what
-is hashed is weighed before, as if nothing in it were shared, and so is the whole before anybody walks through it.
+A pickle of a hundred bytes can request a table of gigabytes, or hold lists of lists that are shared so often that a
+traversal takes years; so does hashing such tuples. Therefore the unpickler is Python's own, whose table is a dict. Keys
+are weighed before they are hashed, and the whole before it is traversed, as if nothing in them were shared.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import Any, NoReturn
 _DEPTH_MAX = 100
 _KEY_BYTES_MAX = 1 << 16
 _KEY_MAX = 1 << 60
-"""Larger numbers can be made to have the same hash."""
+"""Larger integers can be chosen to have the same hash."""
 
 
 class CarefulUnpickler(pickle._Unpickler):
-    """See [Note: Pickles that grow]. Reads `content`, which holds `bytes_max` bytes at most if nothing in it is shared.
+    """An unpickler of `content`, which may hold `bytes_max` bytes if nothing is shared. [Note: Pickles that grow]
 
     `load` may raise any Exception.
     """
@@ -35,38 +34,38 @@ class CarefulUnpickler(pickle._Unpickler):
         self._bytes_max = self._left = bytes_max
 
     def load(self) -> Any:
-        """The object in the pickle."""
+        """Return the object in the pickle."""
         loaded = super().load()
         weigh(loaded, self._bytes_max)
         return loaded
 
     def spend(self, made: Any) -> Any:
-        """`made`, which copies something in the pickle; there may not be too many copies."""
+        """Return `made`, a copy of something in the pickle. Raises UnpicklingError if copies take too many bytes."""
         self._left -= sys.getsizeof(made)
         if self._left < 0:
-            raise pickle.UnpicklingError("it holds more than its bytes can")
+            raise pickle.UnpicklingError("it expands to more than its size permits")
         return made
 
     def checked_keys(self, keys: Iterable[Any]) -> list[Any]:
-        """The keys, each of which can be hashed quickly."""
+        """Return the keys, each of which can be hashed quickly."""
         keys = list(keys)
         for key in keys:
             if type(key) is not str:
                 weigh(key, _KEY_BYTES_MAX)
             if isinstance(key, int) and abs(key) >= _KEY_MAX:
-                raise pickle.UnpicklingError("it has a number as a key that is too large")
+                raise pickle.UnpicklingError("it has a key that is too large a number")
         return keys
 
 
 def weigh(value: Any, bytes_max: int) -> None:
-    """Raise ValueError if `value` takes more than `bytes_max` bytes when nothing in it is shared, or is nested too deeply.
+    """Raise ValueError if `value` takes more than `bytes_max` bytes with nothing in it shared, or is nested too deeply.
 
-    What holds itself passes, so that only who walks through that has to refuse it.
+    An object that contains itself passes; code that traverses it must reject it.
     """
     weighed: dict[int, tuple[int, int]] = {}
 
     def weight_of(value: Any) -> tuple[int, int]:
-        """Bytes and levels; both are 0 while it is being weighed."""
+        """Return bytes and levels; both are 0 while it is being weighed."""
         parts = _parts(value)
         nbytes, levels = sys.getsizeof(value), 1
         if parts:
@@ -76,7 +75,7 @@ def weigh(value: Any, bytes_max: int) -> None:
                 nbytes, levels = nbytes + part_nbytes, max(levels, 1 + part_levels)
             weighed[id(value)] = nbytes, levels
         if nbytes > bytes_max:
-            raise ValueError("it holds more than its bytes can: it shares what it repeats")
+            raise ValueError("it expands to more than its size permits, by sharing")
         if levels > _DEPTH_MAX:
             raise ValueError(f"it is nested more than {_DEPTH_MAX} levels deep")
         return nbytes, levels
@@ -93,24 +92,24 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _refuse(unpickler: Any) -> NoReturn:
-    raise pickle.UnpicklingError("it names something that another pickle may have brought")
+    raise pickle.UnpicklingError("it uses pickle's extension registry")
 
 
 def _build(unpickler: Any) -> None:
-    """As pickle's, but what the process shares (classes, functions, enumerations) keeps its state."""
+    """Build as pickle does, but keep the state of what the process shares: classes, functions, enumerations."""
     if callable(unpickler.stack[-2]) or isinstance(unpickler.stack[-2], Enum):
         raise pickle.UnpicklingError("it changes a class or a function")
     unpickler.load_build()
 
 
 def _bytearray8(unpickler: Any) -> None:
-    """As pickle's, which makes room before it looks for the bytes."""
+    """Load the bytes; pickle's own would allocate before it looks for them."""
     (nbytes,) = struct.unpack("<Q", unpickler.read(8))
     unpickler.append(bytearray(unpickler.read(nbytes)))
 
 
 def _checked(load: Callable[[Any], None], hashed: slice) -> Callable[[Any], None]:
-    """`load`, an operation that hashes what is at `hashed` of the stack."""
+    """Return `load`, which hashes what is at `hashed` of the stack, with checked keys."""
 
     def checked(unpickler: Any) -> None:
         unpickler.checked_keys(unpickler.stack[hashed])

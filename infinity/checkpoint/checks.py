@@ -1,4 +1,4 @@
-"""What is checked of a checkpoint or a commit before it is written or loaded. Each check raises CheckpointError."""
+"""Checks of a checkpoint or a commit before it is written or loaded. Each raises CheckpointError."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
 
 
 def verify_file(path: Path, manifest: Manifest, name: str) -> None:
-    """Compare one file of the checkpoint `path` with its manifest. Raises CheckpointError where it differs."""
+    """Compare one file of the checkpoint `path` with its manifest. Raises CheckpointError if it differs."""
     if name not in manifest.files:
-        raise damaged(path / name, "its manifest doesn't know it")
+        raise damaged(path / name, "it is not in the manifest")
     if why := difference(path / name, manifest.files[name]):
         raise damaged(path / name, why)
 
 
 def damaged(path: Path, why: object) -> CheckpointError:
-    """The error for a damaged checkpoint. `path`: a checkpoint, or a file of one."""
+    """Return the error for a damaged checkpoint. `path`: a checkpoint, or a file of one."""
     checkpoint = path if is_checkpoint(path) else path.parent
-    reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch goes on with advice that doesn't fit here
+    reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch adds advice that doesn't fit here
     other = others(checkpoint.parent, but=checkpoint.name)
     return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {other}")
 
@@ -55,9 +55,9 @@ def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Ma
     """Raise CheckpointError unless the checkpoint `path` has just the tensors of this model, by name and shape."""
     both = sorted(ours.keys() & stored.keys())
     troubles = {
-        "missing there": sorted(ours.keys() - stored.keys()),
-        "unknown here": sorted(stored.keys() - ours.keys()),
-        "of another shape": [f"{k} is {stored[k]} there and {ours[k]} here" for k in both if ours[k] != stored[k]],
+        "missing in it": sorted(ours.keys() - stored.keys()),
+        "unknown to the model": sorted(stored.keys() - ours.keys()),
+        "of another shape": [f"{k} is {stored[k]} in it, {ours[k]} in the model" for k in both if ours[k] != stored[k]],
     }
     parts = [
         f"{len(names)} tensors {trouble} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -71,15 +71,15 @@ def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Ma
 def check_resumable(
     moments: Collection[str], steps: Collection[str], *, counts_steps: bool, stepped: Collection[str] | None = None
 ) -> None:
-    """Raise CheckpointError, naming a parameter, unless training can go on from a state as it was.
+    """Raise CheckpointError, naming a parameter, unless training can resume exactly from a state.
 
-    Asked of a checkpoint or a commit before its first byte is written, and before anything of it is loaded.
+    Called before the first byte of a checkpoint or commit is written, and before anything of it is loaded.
 
     Args:
         moments: names of the parameters that have moments.
         steps: names of the parameters whose number of steps is known.
-        counts_steps: whether the optimizer counts steps; some do not.
-        stepped: names of the parameters that the optimizer steps, where that is known.
+        counts_steps: True if the optimizer counts steps; some do not.
+        stepped: names of the parameters that the optimizer steps, if known.
     """
     lacking = {
         "no place in the optimizer": set() if stepped is None else {*moments} - {*stepped},
@@ -89,25 +89,25 @@ def check_resumable(
         if names:
             others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{min(names)}{others} has moments and {lack}, so training can't go on from it as it was: use another "
+                f"{min(names)}{others} has moments but {lack}, so training can't resume from it exactly: use another "
                 "checkpoint, or its weights alone"
             )
 
 
 @contextlib.contextmanager
 def refusing(task: str) -> Iterator[None]:
-    """Around the `check_resumable` of a save: its CheckpointError says that nothing was written."""
+    """Guard `check_resumable` in a save: its CheckpointError then says that nothing was written."""
     try:
         yield
     except CheckpointError as error:
         reason = str(error).rpartition(": ")[0]
         raise CheckpointError(
-            f"{task} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
+            f"{task} is refused ({reason}), as after an error in a pass: the previous checkpoint stays; load that"
         ) from None
 
 
 def check_space(root: Path, nbytes: int, name: str) -> None:
-    """Raise CheckpointError unless `nbytes` bytes are free at `root`; `name` says in the message what they are."""
+    """Raise CheckpointError unless `nbytes` bytes are free at `root`; `name` names them in the message."""
     free = free_bytes(root)
     if nbytes > free:
         raise CheckpointError(
@@ -118,7 +118,7 @@ def check_space(root: Path, nbytes: int, name: str) -> None:
 
 @contextlib.contextmanager
 def failing_as(task: str) -> Iterator[None]:
-    """Around writing: errors of the system become a CheckpointError that begins with `task`."""
+    """Turn system errors in the block into a CheckpointError that begins with `task`."""
     try:
         yield
     except IntegrityError as error:

@@ -1,24 +1,24 @@
 """Commits of a durable run: when a step is committed, and how a run resumes from one. Training thread only.
 
 [Note: When a step is committed]
-A step's updates may run after `step` returns, in the next forward, and its last writes go on during the next pass. So `step`
-only notes the unpaged state (counters, schedule, loss scale, random numbers, `client_state`) as it is then, and the commit is
-pending. It is made just before the first write of the next step could follow: at the start of the next `backward` where that
-updates, else of the next `step`. By then the writes have drained behind the passes, and only the drive's cache and a small
-file are waited for. Both places are the same on all ranks, so all commit the same steps.
+A step's updates may run after `step` returns, in the next forward, and its last writes continue during the next pass.
+So `step` only captures the unpaged state (counters, schedule, loss scale, random numbers, `client_state`), and the
+commit is pending. It is made just before the first write of the next step could follow: at the start of the next
+`backward` if that updates, else of the next `step`. By then the writes have drained behind the passes, and the commit
+waits only for the drive's cache and a small file. Both places are the same on all ranks, so all commit the same steps.
 
 [Note: What is changed after a step]
-A learning rate that a ReduceLROnPlateau or a loop sets after `step`, and a buffer that is set then, belong to that step: a run
-that resumes after it does not set them again. So these parts of the unpaged state are `late`: they are captured once more when
-the next step begins (`fix`: buffers by its first forward with gradients, which changes them itself, settings by its first
-backward), or when the commit is made before that. If a save or `commit()` has committed the step already, it is committed again
-then, unless no rank finds a change.
+A learning rate that a ReduceLROnPlateau or a loop sets after `step`, and a buffer that is set then, belong to that
+step: a resumed run does not set them again. So these parts of the unpaged state are `late`. They are captured again
+when the next step begins (`fix`: buffers at its first forward with gradients, which changes them itself, settings at
+its first backward), or when the commit is made before that. If a save or `commit()` has committed the step already, it
+is committed again then, unless no rank finds a change.
 
-[Note: What can be gone on from]
-A commit replaces the one before it, so it counts only when a run can go on from it. All that a resume checks of a record is
-checked before: `check_unpaged_state` when it is noted and again, with `check_arena`, when the commit is made; the arena and the
-note beside it still have their names, and the record is read back. No rank removes the older commit before all ranks know how
-that went.
+[Note: What a run can resume from]
+A commit replaces the previous one, so it counts only if a run can resume from it. All that a resume checks is checked
+before: `check_unpaged_state` when the state is captured and again, with `check_arena`, when the commit is made. The
+arena and the note next to it must still have their names, and the record is read back. No rank removes the older commit
+before all ranks know the outcome.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _UNPAGED_KEYS = names_of("""
 
 @dataclass(frozen=True)
 class Training:
-    """What a commit must match of a training. groups: the names of each parameter group's parameters. buffers: their shapes,
-    by name. counts_steps: whether the optimizer counts the steps of each parameter."""
+    """What a commit must match in a training. groups: parameter names of each parameter group. buffers: shapes by name.
+    counts_steps: True if the optimizer counts the steps of each parameter."""
 
     groups: list[list[str]]
     buffers: Mapping[str, tuple[int, ...]]
@@ -62,15 +62,15 @@ class Training:
 
 
 Part = Literal["settings", "buffers"]
-"""Of the unpaged state, which may still change after a step: see [Note: What is changed after a step]."""
+"""Part of the unpaged state that may still change after a step: [Note: What is changed after a step]."""
 
 
 @dataclass
 class _Noted:
-    """A step to be committed, with the unpaged state at its end: as values, and as bytes (`stored`).
+    """A step to commit, with the unpaged state at its end: as values, and as bytes (`stored`).
 
-    late: captures the parts that may still change. marks: of these, equal as long as nothing has. renewed: whether something
-    has, since the step was committed.
+    late: captures the parts that may still change. marks: of these, equal as long as nothing has. renewed: True if
+    something has changed since the step was committed.
     """
 
     step: int
@@ -82,8 +82,8 @@ class _Noted:
     renewed: bool = False
 
     def renew(self) -> None:
-        """Take over what has changed since of the parts that may; a group or a buffer that was added belongs to the next step.
-        Raises CheckpointError where it can't be stored."""
+        """Capture changes of the late parts; an added group or buffer belongs to the next step. Raises CheckpointError
+        if a change can't be stored."""
         for part, capture in self.late.items():
             values = capture()
             if (mark := _mark(values)) != self.marks[part] and _fits(self.unpaged_state | values, self.training):
@@ -104,8 +104,8 @@ class Commits:
             self._set_recovery_advice(run.resumed.commit.step)
 
     def check_storable(self, client_state: dict[str, Any]) -> None:
-        """Raise CheckpointError on all ranks where the `client_state` of one can't be stored. Called before the step that it
-        belongs to. A collective."""
+        """Raise CheckpointError on every rank if any rank's `client_state` can't be stored. Called before the step that
+        it belongs to. A collective."""
         with raise_on_all_ranks():
             encode(client_state)
 
@@ -116,10 +116,10 @@ class Commits:
         unpaged_state: Callable[[], dict[str, Any]],
         late: Mapping[Part, Callable[[], dict[str, Any]]],
     ) -> None:
-        """Note, at the end of a step, the state to commit, and what captures the parts of it that are `late`. A collective.
+        """Capture, at the end of a step, the state to commit; `late` captures its late parts again. A collective.
 
-        Raises CheckpointError on all ranks where the unpaged state of one can't be stored, or no training could go on from it;
-        what was noted before is still to be committed then, on all ranks.
+        Raises CheckpointError on every rank if any rank's unpaged state can't be stored or resumed from; an earlier
+        pending step then stays pending on all ranks.
         """
         with raise_on_all_ranks():
             values = unpaged_state()
@@ -131,7 +131,7 @@ class Commits:
         self._pending = self._latest = _Noted(step, fits, values, stored, dict(late), marks)
 
     def fix(self, part: Part) -> None:
-        """The next step begins: a change of this part belongs to it from now on. See [Note: What is changed after a step]. A
+        """Begin the next step, to which changes of `part` belong from now on. [Note: What is changed after a step] A
         collective for the settings."""
         if self._latest is None or part not in self._latest.late:
             return
@@ -144,16 +144,16 @@ class Commits:
 
     @property
     def pending_step(self) -> int | None:
-        """The step to be committed; None where there is none."""
+        """The step to commit; None if there is none."""
         return self._pending.step if self._pending is not None else None
 
     @property
     def _stepped(self) -> set[str]:
-        """The parameters that have moments."""
+        """Names of the parameters that have moments."""
         return {shard.name for shard in self._swap.paged.shards if shard.stepped}
 
     def try_to_make(self) -> None:
-        """Commit the pending step, before its values are replaced; log where that fails. A collective."""
+        """Commit the pending step before its values are replaced; a failure is logged. A collective."""
         try:
             self.make()
         except InfinityError as error:
@@ -163,7 +163,7 @@ class Commits:
     def make(self) -> None:
         """Commit the pending step, if any, or one that was changed since it was committed. A collective.
 
-        Raises on all ranks where it fails on one; the commit before it stays then.
+        Raises on every rank if any rank fails; the previous commit then stays.
         """
         (pending, latest), (self._pending, self._latest) = (self._pending, self._latest), (None, None)
         if pending is None and latest is not None:
@@ -182,10 +182,10 @@ class Commits:
             self._latest = latest
 
     def _write_on_all_ranks(self, pending: _Noted) -> int:
-        """Write the records of all ranks; then the slots of the commit before may be overwritten. Returns the new number.
+        """Write the records of all ranks; then the previous commit's slots may be overwritten. Returns the new number.
 
-        Where one rank fails, all learn of it, and no rank keeps its record. Where a rank can't learn what the others did,
-        because one died, they may be past this point already: it keeps both records, and writes nothing any more.
+        If one rank fails, all learn of it, and no rank keeps its record. If a rank can't learn what the others did,
+        because one died, they may be past this point already: it keeps both records, and writes nothing more.
         """
         record, begun = None, False
         try:
@@ -196,7 +196,7 @@ class Commits:
                 check_arena(record, self._swap.paged)
                 check_unpaged_state(pending.unpaged_state, pending.training, self._stepped)
                 self._run.read_back(record)
-            self._swap.paged.mark_committed()  # from here on nobody overwrites the slots of the new records
+            self._swap.paged.mark_committed()  # from here on the slots of the new records are not overwritten
         except BaseException as error:
             if begun and (record is None or isinstance(error, InfinityError)):
                 self._leave_one_record(self._run.sequence)
@@ -206,7 +206,7 @@ class Commits:
         return record.commit.sequence
 
     def _leave_one_record(self, sequence: int) -> None:
-        """Remove the record before this one, or one after it that some rank could not write."""
+        """Remove the previous record, or a newer one that some rank could not write."""
         try:
             self._run.leave_one(sequence)
         except OSError as error:  # the next write could hit a slot that a record names
@@ -239,28 +239,26 @@ class Commits:
         return record
 
     def _set_recovery_advice(self, step: int) -> None:
-        self._swap.paged.health.way_back = (
-            f"start again with resume=True to go on from step {step}, which is committed, or "
-        )
+        self._swap.paged.health.way_back = f"start again with resume=True to resume from the committed step {step}, or "
 
 
 def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | Literal["must"]) -> DurableRun | None:
-    """Open the files of the durable run `run_name`, and choose the commit to go on from. None where there is no name.
+    """Open the files of the durable run `run_name`, and choose the commit to resume from. Returns None without a name.
 
-    A collective. Raises on all ranks when on one: CheckpointError where a step is committed and `resume` is false; where no
-    commit is on all ranks; where none exists and `resume` is "must", or commits of other ranks exist. StoreError where a live
-    process uses the files.
+    A collective. Raises on every rank if any rank raises: CheckpointError if a step is committed and `resume` is false;
+    if no commit is on all ranks; if none exists and `resume` is "must" or commits of other ranks exist. StoreError if a
+    live process uses the files.
     """
     run: DurableRun | None = None
     try:
         with raise_on_all_ranks():
             if resume not in (False, True, "must"):
-                raise ConfigError(f'resume is True, False or "must", got {resume!r}')
+                raise ConfigError(f'resume must be True, False or "must", got {resume!r}')
             if run_name is not None:
                 run = DurableRun(nvme_paths, run_name, dist.get_rank())
             elif resume:
                 raise ConfigError(
-                    f'resume={resume!r} needs infinity.durability "step": without it nothing of a run stays'
+                    f'resume={resume!r} needs infinity.durability "step": without it a run leaves no files'
                 )
         if run is None:
             return None
@@ -277,7 +275,7 @@ def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | 
     if dist.get_rank() == 0 and resume:
         step = run.resumed.commit.step if run.resumed is not None else None
         log.info(
-            f"nothing is committed in {run.where}: starting anew" if step is None else f"resuming after step {step}"
+            f"nothing is committed in {run.where}: a new run begins" if step is None else f"resuming after step {step}"
         )
     return run
 
@@ -298,7 +296,7 @@ class _Commits:
 
 
 def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None, str]:
-    """(number of the newest commit that all ranks have, None where no rank has any; identity of this launch, of rank 0)."""
+    """Return (number of the newest commit that all ranks have, None if no rank has any; identity of this launch)."""
     here = _Commits(
         {record.commit.identity: record.commit.step for record in run.records.values()},
         run.damaged,
@@ -317,8 +315,8 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
     if not resume:
         state = f"step {here.commits[max(common)]} is committed" if common else "a run was"
         raise CheckpointError(
-            f"{run.where}: {state} there, and nothing of it is overwritten: pass resume=True (--resume) to go on from it, or "
-            "remove the folder to start anew, or choose another infinity.run_name"
+            f"{run.where}: {state} there, and nothing of it is overwritten: pass resume=True (--resume) to resume it, "
+            "remove the folder to start a new run, or choose another infinity.run_name"
         )
     if not common and resume != "must" and _never_committed(everywhere):
         return None, launch
@@ -331,7 +329,7 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
 
 
 def _never_committed(everywhere: Sequence[_Commits]) -> bool:
-    """Whether some ranks have the first commit of a launch in which the others made none."""
+    """Return True if some ranks have the first commit of a launch in which the others made none."""
     made = {identity for of_rank in everywhere for identity in of_rank.commits}
     if len(made) != 1 or any(of_rank.damaged for of_rank in everywhere):
         return False
@@ -340,19 +338,19 @@ def _never_committed(everywhere: Sequence[_Commits]) -> bool:
 
 
 def _check_may_start_anew(everywhere: Sequence[_Commits]) -> None:
-    """Raise CheckpointError where no rank has a commit of its own, but there are others' commits, or some were expected."""
+    """Raise CheckpointError if no rank has a commit of its own, but other ranks' exist, or one is required."""
     others = [f"rank {n}: {' and '.join(of_rank.others)}" for n, of_rank in enumerate(everywhere) if of_rank.others]
     if others:
         raise CheckpointError(
             f"no rank has commits of its own, but there are some ({'; '.join(others)}): start the ranks on the machines and "
-            "with the drives on which they were, all of them mounted; to start anew beside them, choose another "
-            "infinity.run_name, or remove the folders"
+            "with the drives of that run, all of them mounted; to start a new run, choose another infinity.run_name, "
+            "or remove the folders"
         )
     if any(of_rank.must_resume for of_rank in everywhere):
         places = " and ".join(sorted({of_rank.where for of_rank in everywhere}))
         raise CheckpointError(
-            f'resume="must", and nothing is committed in {places}: see that the drives of nvme_path are mounted there and that '
-            "infinity.run_name is that of the run; resume=True starts anew where nothing is committed"
+            f'resume="must", and nothing is committed in {places}: check that the drives of nvme_path are mounted and '
+            "that infinity.run_name is that of the run; resume=True starts a new run if nothing is committed"
         )
 
 
@@ -366,7 +364,7 @@ def _in_words(everywhere: Sequence[_Commits]) -> str:
 
 
 def restore_arena(record: Record, swap: SwapManager) -> None:
-    """Set the paged model's values to those of a record that fits it. Raises CheckpointError as `check_arena`."""
+    """Set the paged model's values to those of a record that fits it. Raises CheckpointError as `check_arena` does."""
     commit = record.commit
     swap.paged.restore(
         [int(slot) for slot in commit.slots],
@@ -378,7 +376,7 @@ def restore_arena(record: Record, swap: SwapManager) -> None:
 
 
 def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
-    """The ties of each sub-group. Raises CheckpointError where the record contradicts the model's arena."""
+    """Return the ties of each sub-group. Raises CheckpointError if the record contradicts the model's arena."""
     step, subs = record.commit.step, paged.sub_groups
     try:
         ties = ties_of(record, [sub.layout.numel for sub in subs])
@@ -387,32 +385,32 @@ def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
     nbytes = SUM_BYTES * sum(sub.layout.nbytes for sub in subs) // PAGE_BYTES
     if record.sums and len(record.sums) != nbytes:
         raise CheckpointError(
-            f"the record of step {step} is damaged: {len(record.sums)} bytes of checksums where the state has {nbytes}"
+            f"the record of step {step} is damaged: {len(record.sums)} bytes of checksums instead of {nbytes}"
         )
     return ties
 
 
 def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
-    """Raise CheckpointError where the training can't go on from this unpaged state; `stepped`: the parameters with moments. See
-    [Note: What can be gone on from]."""
+    """Raise CheckpointError unless the training can resume from this unpaged state; `stepped`: the parameters with
+    moments. [Note: What a run can resume from]"""
     if not _fits(unpaged_state, training):
         raise CheckpointError(
-            "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
-            "of that run"
+            "the stored state belongs to a training with other parameter groups or buffers: resume with its model "
+            "and config"
         )
     check_resumable(stepped, unpaged_state["steps"], counts_steps=training.counts_steps)
 
 
 def _fits(unpaged_state: Mapping[str, Any], training: Training) -> bool:
-    """Whether both have the same parameter groups, in any order, and the same buffers."""
+    """Return True if both have the same parameter groups, in any order, and the same buffers."""
     buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
     same_groups = len(unpaged_state["param_groups"]) == len(training.groups)
     return same_groups and order_of_groups(unpaged_state, training.groups) is not None and buffers == training.buffers
 
 
 def order_of_groups(training_state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> list[int] | None:
-    """Where each of these parameter groups, given by the names of its parameters, is among the stored ones; None where some
-    group holds other parameters there. As they are here where an older state doesn't name them."""
+    """Return the place of each of these parameter groups (parameter names) among the stored ones; None if some group
+    has other parameters there. An older state doesn't name them; their order then stays."""
     stored = [{*names} for names in training_state.get("group_names", groups)]
     left = list(range(len(stored)))
     order: list[int] = []
@@ -426,7 +424,7 @@ def order_of_groups(training_state: Mapping[str, Any], groups: Sequence[Sequence
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
-    """The ties of each sub-group; `numels`: elements of the sub-groups. Raises ValueError for impossible ties."""
+    """Return the ties of each sub-group; `numels`: elements of each. Raises ValueError for impossible ties."""
     numbers = torch.frombuffer(bytearray(record.ties + bytes(4)), dtype=torch.int32)[:-1]
     all_ties = [part.clone() for part in torch.split(numbers, list(record.commit.ties))]
     for index, (ties, numel) in enumerate(zip(all_ties, numels, strict=True)):
@@ -436,7 +434,7 @@ def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
 
 
 def record_of(swap: SwapManager, step: int, unpaged_state: bytes, sequence: int, *, launch: str, arena: str) -> Record:
-    """The record of the model as it is now, without the checksums of its pages."""
+    """Return the record of the model as it is now, without the checksums of its pages."""
     shards, sub_groups = swap.paged.shards, swap.paged.sub_groups
     ties = [sub.ties for sub in sub_groups]
     commit = Commit(
@@ -454,7 +452,7 @@ def record_of(swap: SwapManager, step: int, unpaged_state: bytes, sequence: int,
 
 
 def unpaged_state_of(record: Record) -> dict[str, Any]:
-    """The unpaged state in the record. Raises CheckpointError."""
+    """Return the unpaged state in the record. Raises CheckpointError."""
     try:
         unpaged_state = decode(record.unpaged_state)
     except ValueError as error:
@@ -464,7 +462,7 @@ def unpaged_state_of(record: Record) -> dict[str, Any]:
 
 
 def _mark(part: Mapping[str, Any]) -> Any:
-    """Equal for the same part of an unpaged state as long as nothing of it has changed."""
+    """Return a value that stays equal as long as nothing in this part of an unpaged state changes."""
     if "buffers" not in part:
         return encode(dict(part))
     buffers = part["buffers"].items()

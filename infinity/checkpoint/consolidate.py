@@ -1,7 +1,7 @@
-"""The whole model of a checkpoint, as safetensors or as a state dict. One process, no ranks.
+"""Extracts the whole model of a checkpoint, as safetensors or as a state dict. One process, no ranks.
 
-Memory is bounded by one shard of one tensor: tensors are cut by rows, so the shards one after another are the tensor, and they
-are written piece by piece. (A tensor that another program cut in another way is assembled in memory first.)
+Memory is bounded by one shard of one tensor: tensors are cut by rows, so the shards in order are the tensor, and are
+written piece by piece. (A tensor that another program cut in another way is assembled in memory first.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoredModel(ABC):
     """The model in a checkpoint: parameters and buffers, read one at a time. See `open_model`.
 
     tensors: dtype and shape in the model, by name; tied ones once. aliases: further names of tied parameters, each with the
-    name that has the values. buffers: names of the buffers. manifest: None if another program wrote the checkpoint.
+    name that stores the values. buffers: names of the buffers. manifest: None if another program wrote the checkpoint.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None, stored: Tensors) -> None:
@@ -54,7 +54,7 @@ class StoredModel(ABC):
         }
 
     def tensors_in(self, dtype: torch.dtype) -> Tensors:
-        """`tensors` with parameters of floating point in `dtype`."""
+        """Return `tensors` with floating-point parameters in `dtype`."""
         return {
             name: (stored if name in self.buffers or not stored.is_floating_point else dtype, shape)
             for name, (stored, shape) in self.tensors.items()
@@ -62,14 +62,14 @@ class StoredModel(ABC):
 
     @abstractmethod
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+        """Yield the elements of `name` in order, as flat tensors. Raises CheckpointError."""
 
 
 @contextlib.contextmanager
 def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> Iterator[StoredModel]:
-    """The model in a checkpoint, for the time of a `with` block.
+    """Open the model in a checkpoint for a `with` block.
 
-    Raises CheckpointError where there is no checkpoint, it is damaged, or it holds no model.
+    Raises CheckpointError if there is no checkpoint, it is damaged, or it holds no model.
     """
     path = find_checkpoint(directory, tag)
     if is_arena_checkpoint(path):
@@ -144,17 +144,17 @@ class _DcpModel(StoredModel):
         try:
             with self._reader.fs.create_stream(file, "rb") as stream:
                 part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever torch.load makes of arbitrary bytes
+        except Exception as error:  # torch.load may raise anything for arbitrary bytes
             raise damaged(file, error) from None
         fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
         if not fits or part.dtype is not self._stored[name].properties.dtype:
-            raise damaged(file, f"it holds something else than a part of {name}")
+            raise damaged(file, f"it does not hold a part of {name}")
         whole: torch.Tensor = part.detach()
         return whole
 
 
 def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
-    """Whether the chunks are the tensor when put one after another."""
+    """Return True if the chunks, in order, are the tensor."""
     row = 0
     for chunk in chunks:
         if not shape:
@@ -174,17 +174,17 @@ def consolidate(
     max_shard_bytes: int = 5 * 10**9,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> list[Path]:
-    """Write the model in a checkpoint as safetensors into the folder `output`; the files, the index last.
+    """Write the model in a checkpoint as safetensors into the folder `output`. Returns the files, the index last.
 
     Args:
-        tag: of the checkpoint in `directory`; its latest where None.
+        tag: of the checkpoint in `directory`; None for its latest.
         dtype: of the parameters; buffers keep theirs.
-        max_shard_bytes: a larger model goes to several files of at most this size, with an index; a larger tensor has a
+        max_shard_bytes: a larger model is split into files of at most this size, with an index; a larger tensor has a
             file to itself.
         progress: called with the number of bytes to write; it returns a function that is called with those just written.
 
-    Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
-    nothing is left in it then.
+    Raises CheckpointError if the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
+    no files are then left in it.
     """
     with open_model(directory, tag) as model:
         tensors = model.tensors_in(dtype)
@@ -200,10 +200,10 @@ def write_model(
     progress: Callable[[int], Progress],
     copied: Iterable[Path] = (),
 ) -> list[Path]:
-    """Write a model into the folder `root`, which has none: `pieces` gives the elements of each tensor, one behind the other.
+    """Write a model into the folder `root`, which has none: `pieces` gives the elements of each tensor in order.
 
-    copied: files that are copied there, before the model has its name. Raises CheckpointError where `root` holds a model or a
-    file of these names, can't be written or lacks the space; nothing is left in it then.
+    copied: files to copy there before the model has its name. Raises CheckpointError if `root` holds a model or a file
+    of these names, can't be written or lacks the space; no files are then left in it.
     """
     with failing_as(f"writing the model to {root}"):
         if (file := file_in_the_way(root)) is not None:
@@ -212,7 +212,7 @@ def write_model(
             raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
         copies = {root / file.name: file for file in copied}
         if taken := [copy for copy in copies if os.path.lexists(copy)]:
-            raise CheckpointError(f"{taken[0]} is there already: move it away, or name another folder")
+            raise CheckpointError(f"{taken[0]} exists already: move it away, or name another folder")
         made = not root.exists()
         try:
             with contextlib.closing(ModelFiles(root, tensors, bytes_max=bytes_max)) as files:
@@ -233,7 +233,7 @@ def write_model(
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """The whole model in a checkpoint, parameters in fp32, on the CPU. Tied parameters share their memory.
+    """Return the whole model in a checkpoint, parameters in fp32, on the CPU. Tied parameters share memory.
 
     Raises CheckpointError.
     """

@@ -2,7 +2,7 @@
 
 A checkpoint is `DIR/TAG/`: masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor; a small file
 per rank with the training state; and a manifest with the hash of every file, taken while it was written. The folder is renamed
-when it is whole; then `DIR/latest` names it. DCP reshards on load, so another number of ranks is fine.
+when complete; then `DIR/latest` names it. DCP reshards on load, so the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def save(
 
     Args:
         training_state: of this rank; plain values and tensors only.
-        keep: number of checkpoints that stay in `directory`, this one counted; 0 for all.
+        keep: number of checkpoints that stay in `directory`, including this one; 0 for all.
 
-    Raises CheckpointError on all ranks when `training_state` of one can't be stored, training could not go on from the
-    state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one was read back.
+    Raises CheckpointError on every rank if any rank's `training_state` can't be stored, training can't resume from the
+    state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one is read back.
     """
     draft = Draft(directory, tag)
     state = _state_of(model, optimizer)
@@ -93,11 +93,11 @@ def load(
 
     Args:
         begin: called before the first value changes; failures before that change nothing.
-        verified: first read every file, each rank a part of them, and compare its hash with the manifest. Files that are
-            parsed are compared always.
+        verified: first read every file, each rank a part of them, and compare its hash with the manifest. Parsed files
+            are always compared.
 
-    Returns this rank's training state (where the number of ranks has grown, rank 0's without its random states).
-    Raises CheckpointError on all ranks when the checkpoint is damaged (names the file) or of another model (names tensors).
+    Returns this rank's training state (for a rank that did not exist then, rank 0's without its random states).
+    Raises CheckpointError on every rank if the checkpoint is damaged (names a file) or another model's (names tensors).
     """
     with raise_on_all_ranks():
         reset(model)  # gathered values would be stale afterwards
@@ -123,8 +123,8 @@ def load(
 def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
     """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective.
 
-    An older model there stays until this one is whole; files of others are not removed.
-    Raises CheckpointError on all ranks when the folder can't be written to or lacks space.
+    An older model there stays until this one is complete; foreign files are not removed.
+    Raises CheckpointError on every rank if the folder can't be written to or lacks space.
     """
     root = Path(directory)
     reshard(model)
@@ -188,13 +188,13 @@ def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     check_resumable(keys_of.keys(), steps, counts_steps=bool(steps), stepped=stepped)
     lacking = sum(bool(values) for values in optimizer.state.values()) - len(keys_of)
     if lacking:
-        raise CheckpointError(f"{lacking} parameters of the optimizer aren't seen in the model: go on from another")
+        raise CheckpointError(f"{lacking} parameters of the optimizer are not in the model: resume from another")
 
 
 def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, Any]:
-    """Raise CheckpointError unless the checkpoint is whole and fits `state`; `everything` as of `verify`.
+    """Raise CheckpointError unless the checkpoint is whole and fits `state`; `everything` as for `verify`.
 
-    Returns this rank's training state, or rank 0's without its random states where there was no such rank.
+    Returns this rank's training state, or rank 0's without its random states if there was no such rank.
     """
     file = path / f"rank{dist.get_rank()}.pt"
     is_own = file.is_file()
@@ -220,12 +220,12 @@ def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, 
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """All tensors in `state`, under the names that DCP gives them."""
+    """Return all tensors in `state`, under the names that DCP gives them."""
     return {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
 
 
 def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The loaded hyper-parameters, in the order of the optimizer's groups (DCP keeps them by parameter name)."""
+    """Return the loaded hyper-parameters in the order of the optimizer's groups (DCP stores them by parameter name)."""
     names = parameter_names(model)
     groups = state["optimizer"]["param_groups"]
     by_name = {name: group for group in groups for name in group["params"]}

@@ -1,10 +1,11 @@
-"""Writes the files of torch.distributed.checkpoint with hashes, and reads them with care. Any thread, one at a time.
+"""Writes the files of torch.distributed.checkpoint with hashes, and reads them safely. Any thread, one at a time.
 
 [Note: No code from a checkpoint]
-DCP's `.metadata` is a pickle, and so is everything but tensors in its files; a pickle can run any code. We keep the format, so
-that stock training can read our checkpoints and we its. But our unpickler knows DCP's classes, torch's dtypes and sizes, and
-nothing else, and bounds what they take (careful_pickle.py); other parts go through torch.load(weights_only=True), which knows
-as little. Where there is a manifest, the small files are also compared with their hashes before they are parsed.
+DCP's `.metadata` is a pickle, and so is everything but tensors in its files; a pickle can run any code. We keep the
+format, so that stock training and infinity can read each other's checkpoints. But our unpickler permits only DCP's
+classes, torch's dtypes and sizes, and bounds what they take (careful_pickle.py). Other parts go through
+torch.load(weights_only=True), which permits as little. With a manifest, the small files are also compared with their
+hashes before they are parsed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ALLOWED = {
 }
 """The names that may be unpickled, by module; also the dtypes of torch."""
 _SHARED_MAX = 1000
-"""How many times its bytes a `.metadata` may hold: names, types and places are shared."""
+"""Factor by which a `.metadata` may expand: names, types and places are shared."""
 
 
 class _Unpickler(CarefulUnpickler):
@@ -55,11 +56,11 @@ class _Unpickler(CarefulUnpickler):
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not permitted in a checkpoint")
 
 
 class _HashingFile(io.BufferedWriter):
-    """A new file that is written from its beginning to its end, and hashed."""
+    """A new file that is written sequentially, and hashed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(create_private(path).detach())
@@ -84,7 +85,7 @@ class CarefulFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A new file, or an existing one, for the time of the block. Raises OSError."""
+        """Open a new file, or an existing one, for the block. Raises OSError."""
         if mode == "rb":
             with open_regular(path) as file:
                 yield file
@@ -94,13 +95,13 @@ class CarefulFiles(FileSystem):
         self.written[Path(path).name] = StoredFile(written.nbytes, written.digest.hexdigest())
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """As os.rename; the hash goes with the name."""
+        """Rename a file, and its hash's entry."""
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a file per tensor, because DCP holds all tensors of a file until it is complete."""
+    """Writer of a file per tensor, because DCP holds all tensors of a file until it is complete."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=False, thread_count=1, overwrite=True)
@@ -109,12 +110,12 @@ class Writer(dcp.FileSystemWriter):
         """The files of this rank, by name."""
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing of where and when it was written: the same state makes the same files."""
+        """Return no place or time of writing: the same state makes the same files."""
         return StorageMeta()
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads what `Writer` or DCP's own writer wrote, and runs no code that it finds there."""
+    """Reader of what `Writer` or DCP's own writer wrote; runs no code in it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -123,7 +124,7 @@ class Reader(dcp.FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's index. Raises CheckpointError where it is anything else."""
+        """Return DCP's index. Raises CheckpointError if the file is anything else."""
         if self._metadata is None:
             path = self._folder / ".metadata"
             with parsing(f"{path} is damaged", "load another checkpoint"), open_regular(path) as file:
@@ -131,7 +132,7 @@ class Reader(dcp.FileSystemReader):
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The metadata of every tensor, by its name in the state dict. Raises CheckpointError."""
+        """Return the metadata of every tensor, by its name in the state dict. Raises CheckpointError."""
         stored = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -152,7 +153,7 @@ def _parse_metadata(content: bytes) -> Metadata:
 
 
 def cause_of(error: dcp.CheckpointException) -> BaseException | str:
-    """The first failure; with several ranks, a message with the rank. DCP catches Ctrl-C too, which is raised again."""
+    """Return the first failure; with several ranks, a message with the rank. Re-raises Ctrl-C, which DCP catches."""
     for cause, _ in error.failures.values():
         if isinstance(cause, (KeyboardInterrupt, SystemExit)):
             raise cause from None
@@ -163,7 +164,7 @@ def cause_of(error: dcp.CheckpointException) -> BaseException | str:
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """DCP's own plan, but what isn't a tensor is read without running code."""
+    """DCP's own plan, except that non-tensors are read without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a stored value in its place in the state dict."""

@@ -1,15 +1,16 @@
-"""A checkpoint in DeepSpeed's files, as parameters by name with their masters and moments. Any thread; reads only.
+"""Reads a DeepSpeed checkpoint: parameters by name, with their masters and moments. Any thread; reads only.
 
 Sources: `runtime/engine.py`, `runtime/zero/stage3.py`, `runtime/zero/stage_1_and_2.py`, `utils/zero_to_fp32.py` and
-`checkpoint/ds_to_universal.py` of DeepSpeed 0.19. See [Note: DeepSpeed's files]. Nothing in them is run: foreign_pickle.py.
+`checkpoint/ds_to_universal.py` of DeepSpeed 0.19. See [Note: DeepSpeed's files]. No code in them is run:
+foreign_pickle.py.
 
 [Note: DeepSpeed's files]
-A save is a folder, which the file `latest` next to it names. `*_model_states.pt` has the shapes of the parameters by group or
-sub-group of the optimizer, counters, schedule and the user's own; `*_optim_states.pt` of each rank has flat tensors of masters
-and moments, one for each (sub-)group. Stage 3 cuts each parameter into as many equal parts as there are ranks, the last ones
-padded with whatever was there, and the flat tensor of a rank is its parts one after the other; a frozen parameter's parts are
-with the model states. Stages 1 and 2 cut the flat tensor of a group, and say where in it which parameter begins. A universal
-checkpoint has a folder `zero/NAME` for each parameter with its master and moments as whole tensors.
+A save is a folder, named by the file `latest` next to it. `*_model_states.pt` has the shapes of the parameters by group
+or sub-group of the optimizer, counters, schedule and the user's state. `*_optim_states.pt` of each rank has flat
+tensors of masters and moments, one for each (sub-)group. Stage 3 cuts each parameter into equal parts, one per rank,
+the last ones padded with arbitrary values, and the flat tensor of a rank is its parts in order; a frozen parameter's
+parts are with the model states. Stages 1 and 2 cut the flat tensor of a group, and say where each parameter begins in
+it. A universal checkpoint has a folder `zero/NAME` for each parameter with its master and moments as whole tensors.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _UNSUPPORTED = {
-    r"layer_\d+_expert_.*|expert_.*|expp_rank_.*": "it has files of experts, which DeepSpeed's MoE layers divide",
-    r"layer_\d+-model_.*": "it has files of layers, so it is of a pipeline",
-    r"offloaded_tensors": "the optimizer's state is in offloaded_tensors, swap files that only the run that wrote them knows",
+    r"layer_\d+_expert_.*|expert_.*|expp_rank_.*": "it has expert files of DeepSpeed's MoE layers",
+    r"layer_\d+-model_.*": "it has layer files of a pipeline-parallel run",
+    r"offloaded_tensors": "the optimizer's state is in offloaded_tensors, swap files that only their run can read",
 }
 _COUNT_MAX = 2**53
 _ADVICE = "resume it in DeepSpeed with ZeRO-3 alone and the optimizer not on NVMe, and save again"
@@ -57,8 +58,8 @@ class PartitionRange:
 class Parameter:
     """A parameter in DeepSpeed's files. Raises ValueError unless the tensors hold all of its elements.
 
-    values: the flat tensors in which `extents` are, for "fp32" and, where it is trained, each moment. group: the optimizer's;
-    steps: those taken; both None where it is frozen.
+    values: the flat tensors that `extents` refer to, for "fp32" and, if it is trained, each moment. group: number of
+    the optimizer's group; steps: those taken; both None if it is frozen.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Parameter:
             raise _other_numel(self.name, self.shape)
 
     def read(self, field: str, first: int, numel: int) -> torch.Tensor:
-        """Elements of the master or a moment, flat, in fp32. Raises CheckpointError."""
+        """Read elements of the master or a moment, flat, in fp32. Raises CheckpointError."""
         elements = torch.empty(numel)
         start = 0
         for extent in self.extents:
@@ -92,9 +93,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """What one save of DeepSpeed holds.
+    """The content of one DeepSpeed save.
 
-    kind: of its files, in words. aliases: further names of tied parameters, each with the name that has the values. groups: the
+    kind: of its files. aliases: further names of tied parameters, each with the name that has the values. groups: the
     optimizer's, as in its state dict. model_state: what rank 0 saved besides parameters. loss_scaler: its attributes.
     """
 
@@ -110,14 +111,14 @@ class DeepSpeedCheckpoint:
 
     @property
     def optimizer_config(self) -> Mapping[str, Any]:
-        """The optimizer in the JSON that the run was given; empty where that is not stored."""
+        """The optimizer block of the run's config; empty if that is not stored."""
         config = self.model_state.get("ds_config")
         return (config.get("optimizer") or {}) if isinstance(config, dict) else {}
 
 
 def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
-    """Read all but the tensors of a checkpoint: of `directory` itself if it is one, else of the one in it called `tag`, else of
-    its latest. Raises CheckpointError that says what can't be read, or is of a kind that isn't supported."""
+    """Read all but the tensors of a checkpoint: `directory` itself if it is one, else the one in it called `tag`, else
+    its latest. Raises CheckpointError for what can't be read or isn't supported."""
     path = _find(Path(directory), tag)
     for pattern, why in _UNSUPPORTED.items():
         if any(re.fullmatch(pattern, file.name) for file in path.iterdir()):
@@ -141,18 +142,18 @@ def _find(root: Path, tag: str | None) -> Path:
             with contextlib.suppress(OSError):
                 tag = read_small(root / name, 4096).decode(errors="replace").strip()
     if tag is None:
-        raise CheckpointError(f"{root} holds no checkpoint of DeepSpeed: there is no file named 'latest'; name a tag")
+        raise CheckpointError(f"{root} holds no DeepSpeed checkpoint: there is no file named 'latest'; name a tag")
     if not is_name(tag):
         raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}: name another")
     if not is_deepspeed_checkpoint(root / tag):
         raise CheckpointError(
-            f"{root / tag} is no checkpoint of DeepSpeed (no *_model_states.pt in it): name another tag"
+            f"{root / tag} is not a DeepSpeed checkpoint (no *_model_states.pt in it): name another tag"
         )
     return root / tag
 
 
 def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files whose names match, by rank. Raises CheckpointError where one is missing, or there are tensor-parallel ones."""
+    """Return the files whose names match, by rank. Raises CheckpointError if one is missing or tensor-parallel."""
     files: dict[int, Path] = {}
     for file in path.iterdir():
         if (match := pattern.fullmatch(file.name)) is None:
@@ -168,7 +169,7 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 class _ModelState:
-    """What a file `*_model_states.pt` holds."""
+    """The content of a file `*_model_states.pt`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -186,7 +187,7 @@ class _ModelState:
 
 
 def _partitioned(path: Path, states: list[_ModelState]) -> DeepSpeedCheckpoint:
-    """A save of ZeRO as it is: a file `*_optim_states.pt` for each rank."""
+    """Read a save of ZeRO, with a file `*_optim_states.pt` for each rank."""
     files = _by_rank(path, _OPTIMIZER_FILE)
     if not files:
         raise CheckpointError(f"{path} has no *_optim_states.pt: copy the files of all its ranks, or save it with ZeRO")
@@ -195,19 +196,19 @@ def _partitioned(path: Path, states: list[_ModelState]) -> DeepSpeedCheckpoint:
     stage3 = "fp32_flat_groups" in first
     base_key = "optimizer_state_dict" if stage3 else "base_optimizer_state"
     if not stage3 and (not isinstance(first.get(base_key), dict) or "param_slice_mappings" not in first):
-        raise _refused(path, "it is of another stage, an elastic checkpoint, or of a DeepSpeed before 0.8")
+        raise _refused(path, "it is of another stage, elastic, or from DeepSpeed before 0.8")
     counts = first["partition_count"]
     ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
     there = {len(files), len(states)} if stage3 else {len(files)}
     if there != {ranks}:
         raise CheckpointError(
-            f"{path} has files of {min(there - {ranks})} ranks and is of {ranks}: copy the files of all its ranks, "
-            "and none of another save (of MiCS or expert groups it can't be read)"
+            f"{path} has files of {min(there - {ranks})} ranks instead of {ranks}: copy the files of all its ranks, "
+            "and none of another save (MiCS and expert groups are not supported)"
         )
     all_shapes, groups = states[0].shapes, first[base_key]["param_groups"]
     all_masters = [state["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"] for state in optimizers]
     if len(all_shapes) != len(all_masters[0]):
-        raise _refused(path, "it is of a DeepSpeed whose groups of parameters are others")
+        raise _refused(path, "its version of DeepSpeed groups parameters differently")
     group_of = _groups_by_number(groups)
     parameters = []
     for number, shapes in enumerate(all_shapes):
@@ -254,7 +255,7 @@ def _extents_of_fragments(
 
 
 def _universal(path: Path, states: list[_ModelState]) -> DeepSpeedCheckpoint:
-    """What DeepSpeed's `ds_to_universal` made of a save."""
+    """Read the output of DeepSpeed's `ds_to_universal`."""
     optimizer = load_foreign(path / "zero" / "optimizer_state.pt")
     groups = optimizer["param_groups"]
     base = optimizer.get("optimizer_state_dict") or {}
@@ -288,7 +289,7 @@ def _checkpoint_of(
     optimizer: Mapping[str, Any],
     groups: Any,
 ) -> DeepSpeedCheckpoint:
-    """The checkpoint with these trained parameters; all others in the model's state dict are frozen."""
+    """Return the checkpoint with these trained parameters; all others in the model's state dict are frozen."""
     model, scaler = states[0], optimizer.get("loss_scaler")
     known = {parameter.name for parameter in trained} | model.aliases.keys() | model.buffers.keys()
     whole = not model.path.name.startswith("zero_pp_rank_")  # up to stage 2 the state dict holds their values
@@ -300,7 +301,7 @@ def _checkpoint_of(
     parameters = [*trained, *frozen]
     names = [*(parameter.name for parameter in parameters), *model.aliases, *model.buffers]
     if len(names) > len(set(names)):
-        raise ValueError("it has two values under a name")
+        raise ValueError("it has two values under one name")
     if lacking := sorted(model.module.keys() - set(names)):
         raise _refused(model.path, f"it has no values of {lacking[0]} ({len(lacking)} parameters in all)")
     return DeepSpeedCheckpoint(
@@ -317,44 +318,42 @@ def _checkpoint_of(
 
 
 def _equal_parts(shape: tuple[int, ...], ranks: int, first: int) -> list[PartitionRange]:
-    """A parameter in equal parts, each at `first` of the tensor of its rank; the last ones may be shorter, or empty."""
+    """Cut a parameter into equal parts, each at `first` of its rank's tensor; the last may be shorter, or empty."""
     numel = math.prod(shape)
     part = math.ceil(numel / ranks)
     return [PartitionRange(rank, first, max(0, min(part, numel - rank * part))) for rank in range(ranks)]
 
 
 def _other_numel(name: str, shape: tuple[int, ...]) -> ValueError:
-    return ValueError(f"it has other numbers of elements of {name} than {math.prod(shape)}")
+    return ValueError(f"its number of elements of {name} is not {math.prod(shape)}")
 
 
 def _groups_by_number(groups: Any) -> dict[int, int]:
-    """The optimizer's group of each flat tensor."""
+    """Return the optimizer's group of each flat tensor."""
     return {number: index for index, group in enumerate(groups) for number in group["params"]}
 
 
 def _adam_group(path: Path, group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group, where it is one of Adam's."""
+    """Return the group. Raises CheckpointError unless it is Adam's."""
     if not {"lr", "betas", "eps", "weight_decay"} <= group.keys():
-        raise _refused(path, f"its optimizer is no Adam (its settings are {', '.join(sorted(group))})")
+        raise _refused(path, f"its optimizer is not Adam (its settings are {', '.join(sorted(group))})")
     if group.get("amsgrad") or not group.get("bias_correction", True):
-        raise _refused(path, "its optimizer is Adam with amsgrad, or without bias_correction, which has no place here")
+        raise _refused(path, "its optimizer is Adam with amsgrad, or without bias_correction, which is not supported")
     return group
 
 
 def _adam_state(path: Path, state: Any) -> Mapping[str, Any]:
-    """The state of a flat tensor, where it is Adam's in floating point."""
+    """Return the state of a flat tensor. Raises CheckpointError unless it is Adam's."""
     if not isinstance(state, dict) or not state:
-        raise _refused(
-            path, "its optimizer has no moments (of a run that has taken no step, or that kept them elsewhere)"
-        )
+        raise _refused(path, "its optimizer has no moments (the run took no step, or kept them elsewhere)")
     if state.keys() - {"step"} != {*MOMENTS}:
-        raise _refused(path, f"its optimizer is no Adam (its state is {', '.join(sorted(map(str, state)))})")
+        raise _refused(path, f"its optimizer is not Adam (its state is {', '.join(sorted(map(str, state)))})")
     return state
 
 
 def _tensor(value: Any) -> PickledTensor:
     if not isinstance(value, PickledTensor):
-        raise TypeError(f"there is no tensor but a {getattr(value, 'of', type(value).__name__)}")
+        raise TypeError(f"expected a tensor, got a {getattr(value, 'of', type(value).__name__)}")
     return value
 
 
@@ -365,35 +364,35 @@ def _shapes(group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _by_name(values: Mapping[Any, Any]) -> dict[str, Any]:
     values = dict(values)
     if not all(isinstance(name, str) and name.isprintable() for name in values):
-        raise ValueError("a parameter's name is no text")
+        raise ValueError("a parameter's name is not text")
     return values
 
 
 def number_of(value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """A finite number, or the tensor of one, that others wrote. Raises ValueError for another."""
+    """Return an untrusted number, or a tensor's single element. Raises ValueError unless it is finite and in range."""
     if isinstance(value, PickledTensor) and value.numel == 1:
         value = value.read().item()
     if not isinstance(value, (int, float)):
-        raise ValueError(f"it has a {getattr(value, 'of', type(value).__name__)} for a number")
+        raise ValueError(f"expected a number, got a {getattr(value, 'of', type(value).__name__)}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError("it has a number that is not finite")
     if not low <= number <= high:
-        raise ValueError(f"it has the number {number:g}, which can't be")
+        raise ValueError(f"it has the impossible number {number:g}")
     return number
 
 
 def count_of(value: Any, low: int = 0) -> int:
-    """A number of steps, elements or the like. Raises ValueError."""
+    """Return a number of steps, elements or the like. Raises ValueError."""
     number = number_of(value, low, _COUNT_MAX)
     if number != int(number):
-        raise ValueError(f"it has the number {number:g}, which can't be")
+        raise ValueError(f"it has the impossible number {number:g}")
     return int(number)
 
 
 def as_expected(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Around looking into what was loaded: what isn't there, or is otherwise, becomes a CheckpointError."""
-    return parsing(f"{path} is not as DeepSpeed 0.8 to 0.19 saves with ZeRO", _ADVICE)
+    """Turn missing or unexpected content of loaded files into a CheckpointError."""
+    return parsing(f"{path} is not in the format of DeepSpeed 0.8 to 0.19 with ZeRO", _ADVICE)
 
 
 def _mixed(path: Path, of: str, steps: Iterable[int]) -> CheckpointError:

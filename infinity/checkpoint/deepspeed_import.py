@@ -1,7 +1,7 @@
-"""Writes a checkpoint of DeepSpeed as one of ours, in PyTorch's format. One process, no ranks.
+"""Converts a DeepSpeed checkpoint to one of infinity's, in PyTorch's format. One process, no ranks.
 
-Masters, moments and steps go over as they are. So do counters, loss scale, schedule and the user's own state, where they are
-plain data; what is left out is said.
+Masters, moments and steps are imported unchanged. So are counters, loss scale, schedule and the user's state if they
+are plain data; the result lists what is left out.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _OF_DEEPSPEED = names_of("""
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import wrote, or would write.
+    """The result of an import, or of a dry run.
 
-    path: of the new checkpoint. numel: elements of all parameters. left_out: what has no place in it, in words.
+    path: of the new checkpoint. numel: elements of all parameters. left_out: descriptions of what is not in it.
     """
 
     source: DeepSpeedCheckpoint
@@ -66,16 +66,16 @@ def import_deepspeed(
     dry: bool = False,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> Imported:
-    """Write a checkpoint of DeepSpeed (the latest in `directory`, where `tag` is None) to the folder `output`, as
-    `Engine.save_checkpoint` would have: `Engine.load_checkpoint(output)` goes on from it.
+    """Write a DeepSpeed checkpoint (the latest in `directory`, if `tag` is None) to the folder `output`, as
+    `Engine.save_checkpoint` would: `Engine.load_checkpoint(output)` resumes from it.
 
     Args:
-        output: a folder that must not exist, or be empty.
-        dry: only read all but tensors, and tell.
+        output: a new or empty folder.
+        dry: read all but tensors, and write nothing.
         progress: called with the bytes of all masters and moments; it returns a function that is called with those written.
 
-    Raises CheckpointError where the checkpoint is damaged, not whole or of a kind that isn't supported, or `output` can't be
-    written or lacks the space; nothing is left then.
+    Raises CheckpointError if the checkpoint is damaged, incomplete or not supported, or `output` can't be written or
+    lacks the space; no files are then left.
     """
     source, final = open_deepspeed(directory, tag), Path(output)
     with as_expected(source.path):
@@ -84,7 +84,8 @@ def import_deepspeed(
             raise ValueError("its optimizer has no name")
         if kind.lower() not in _ADAMS:
             raise CheckpointError(
-                f"{source.path} is of the optimizer {printable(kind)}, and only Adam and AdamW go over: train anew"
+                f"{source.path} is of the optimizer {printable(kind)}, but only Adam and AdamW can be imported: "
+                "start a new training"
             )
         state = _state_of(source)
         training_state, left_out = _training_state_of(source)
@@ -131,10 +132,10 @@ def _state_of(source: DeepSpeedCheckpoint) -> UnreadState:
 
 
 def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of the optimizer with the keys of torch's AdamW."""
+    """Return a group of the optimizer with the keys of torch's AdamW."""
     told = source.optimizer_config.get("params") or {}
     lr, decoupled = number_of(group["lr"], 0.0), group.get("decoupled_weight_decay")
-    if decoupled is None:  # DeepSpeed's own Adams don't say; this is what its engine makes of the config
+    if decoupled is None:  # not stored by DeepSpeed's own Adams; its engine derives it so from the config
         named = str(source.optimizer_config.get("type", "AdamW"))
         decoupled = named.lower() == "adamw" or bool(told.get("adam_w_mode", True))
     first_beta, second_beta = group["betas"]
@@ -155,7 +156,7 @@ def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str
 
 
 def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """As `save_checkpoint` writes it; and what is left out, in words."""
+    """Return the state as `save_checkpoint` writes it, and descriptions of what is left out."""
     told, left_out = source.model_state, ["random numbers: DeepSpeed stores none"]
     client_state = {}
     for key in [key for key in told if key not in _OF_DEEPSPEED]:
@@ -170,7 +171,7 @@ def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tup
         schedule = _schedule(told.get("lr_scheduler"), source)
     except TypeError as error:
         schedule = None
-        left_out.append(printable(f"the learning-rate schedule's place: it is not plain data ({error})"))
+        left_out.append(printable(f"the learning-rate schedule's state: it is not plain data ({error})"))
     left_out += [
         f"{key}, which has no counterpart" for key in ("data_sampler", "random_ltd") if told.get(key) is not None
     ]
@@ -185,8 +186,8 @@ def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tup
 
 
 def _schedule(stored: Any, source: DeepSpeedCheckpoint) -> Any:
-    """The state of torch's own schedules is as it is. DeepSpeed's say which iteration is in force, in counting from 0 from the
-    second step on: see [Note: which step has which learning rate]. The formula is in the config."""
+    """Return a schedule's state. torch's own schedules keep theirs. DeepSpeed's store the current iteration, counted
+    from 0 from the second step on: [Note: which step has which learning rate]. The formula is in the config."""
     if not isinstance(stored, dict) or stored.keys() != {"last_batch_iteration"}:
         plain = _plain(stored)
         for key in ("last_epoch", "_step_count") if isinstance(plain, dict) else ():
@@ -209,9 +210,9 @@ def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """The value with its tensors in memory. Raises TypeError where something in it was an object, or holds itself."""
+    """Return the value with its tensors in memory. Raises TypeError for an object, or what contains itself."""
     if id(value) in within:
-        raise TypeError("it holds itself")
+        raise TypeError("it contains itself")
     within = (*within, id(value))
     if isinstance(value, Inert) or (isinstance(value, type) and issubclass(value, Inert)):
         raise TypeError(value.of)

@@ -1,6 +1,6 @@
-"""A checkpoint of any format until it has its name: written in a hidden folder, renamed when whole, `latest` last.
+"""A checkpoint of any format until it has its name: written in a hidden folder, renamed when complete, `latest` last.
 
-Knows names and files, not their content. One rank writes what is written here. Training thread only.
+Handles names and files, not their content. Only one rank writes here. Training thread only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Draft:
     """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which rank 0 creates and
     completes or discards. See [Note: What a save may remove] in infinity/checkpoint/work_folder.py.
 
-    root, tag: its future name. folder: for its files. work_folder: for files about it that are no part of it.
+    root, tag: its future name. folder: for its files. work_folder: for auxiliary files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], tag: str) -> None:
@@ -57,46 +57,46 @@ class Draft:
 
     @property
     def task(self) -> str:
-        """The beginning of error messages: writing the checkpoint and its path."""
+        """Prefix of error messages, with the checkpoint's path."""
         return f"writing the checkpoint {self.root / self.tag}"
 
     def make(self, nbytes: int) -> None:
-        """Create the folder for files of `nbytes` bytes, after clearing what killed saves left. Raises CheckpointError, also if
-        something else has a name that will be needed, or there is too little space."""
+        """Create the folder for files of `nbytes` bytes, after clearing what killed saves left. Raises CheckpointError,
+        also if a required name is taken or there is too little space."""
         with failing_as(f"writing a checkpoint to {self.root}"):
             _check_name(self.root / self.tag)
             latest = self.root / LATEST
             if os.path.lexists(latest) and not stat.S_ISREG(latest.lstat().st_mode):
                 raise CheckpointError(
-                    f"{latest} is no file, and a file of that name says which checkpoint is the latest: move it away, or "
+                    f"{latest} is not a file, but its name is needed to record the latest checkpoint: move it away, or "
                     "choose another folder"
                 )
             self._work = WorkFolder.make(self.root, self.tag, nbytes, "a checkpoint", identity=self.identity)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write the last file. Raises CheckpointError where another file is not there as written: the ranks see different
-        folders, or the file system lost it."""
+        """Write the manifest, the last file. Raises CheckpointError if another file is missing or has another length:
+        ranks see different folders, or the file system lost it."""
         for name, why in damage(self.folder, manifest, contents=False):
             raise CheckpointError(
-                f"{self.task} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
+                f"{self.task} failed (of the ranks' files, {name} is {why}): save to a folder that all ranks share"
             )
         with failing_as(self.task):
             write_durably(self.folder / FILE_NAME, manifest.to_json())
 
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
-        """Around reading back the new checkpoint, before an older one is removed. Raises CheckpointError where that fails."""
+        """Guard the reading back of the new checkpoint, before an older one is removed. Raises CheckpointError."""
         try:
             yield
         except CheckpointError as error:
             reason = str(error).replace(f"{self.folder}{os.sep}", "").rpartition(": ")[0] or error
             raise CheckpointError(
-                f"{self.task} failed (what was written could not be loaded: {reason}): the checkpoint before it stays; see to "
-                "the health of the drive, or save elsewhere"
+                f"{self.task} failed (the new checkpoint could not be loaded: {reason}): the previous one stays; check "
+                "the drive, or save elsewhere"
             ) from None
 
     def complete(self, keep: int) -> None:
-        """Give the written and proven checkpoint its name, and remove the oldest beyond `keep`."""
+        """Give the written and verified checkpoint its name, and remove the oldest beyond `keep`."""
         assert self._work is not None
         with failing_as(self.task):
             self._publish(self._work)
@@ -106,13 +106,13 @@ class Draft:
     def complete_on_all_ranks(
         self, manifest: Manifest, files: dict[str, StoredFile], prove: Callable[[], object], keep: int
     ) -> None:
-        """As `write_manifest` and `complete`, once every rank has written its `files`. A collective.
+        """Run `write_manifest` and `complete` once every rank has written its `files`. A collective.
 
         Args:
             manifest: without files.
             prove: reads back what this rank needs for loading; raises CheckpointError.
 
-        Raises CheckpointError on all ranks where it failed on one.
+        Raises CheckpointError on every rank if any rank fails.
         """
         everything = from_all_ranks(files)
         with raise_on_all_ranks():
@@ -131,7 +131,7 @@ class Draft:
             self._work.remove()
 
     def _publish(self, work: WorkFolder) -> None:
-        """Rename the folder. At every moment a whole checkpoint has the name, or is set aside where `find` finds it."""
+        """Rename the folder. At every moment a complete checkpoint has the name, or is set aside for `find`."""
         final, note = self.root / self.tag, work.path / LATEST
         sync(work.new)
         write_durably(note, self.tag.encode())
@@ -155,9 +155,9 @@ def _rename_latest(note: Path, root: Path) -> None:
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
-    """The folder of the checkpoint `tag` in a folder, the latest where None. A collective. Raises CheckpointError.
+    """Return the folder of the checkpoint `tag` in a folder; None for the latest. A collective. Raises CheckpointError.
 
-    First renames back what a save set aside, if it was killed before the new checkpoint had the name.
+    First restores what a save set aside, if it was killed before the new checkpoint had the name.
     """
     root = Path(directory)
     with raise_on_all_ranks():
@@ -177,7 +177,7 @@ def _check_name(final: Path) -> None:
             return
     except CheckpointError as error:
         why = str(error).partition(": load")[0]
-    raise CheckpointError(f"{final} is there already, and {why}: move it away, or choose another tag")
+    raise CheckpointError(f"{final} exists already, and {why}: move it away, or choose another tag")
 
 
 def _rotate(root: Path, tag: str, keep: int) -> None:
@@ -194,11 +194,11 @@ def _rotate(root: Path, tag: str, keep: int) -> None:
         try:
             remove_named(folder, manifest)
         except OSError as error:
-            log.warning("checkpoint %s should go, as %d are kept, and can't be removed: %s", folder, keep, error)
+            log.warning("checkpoint %s is beyond the %d that are kept, but can't be removed: %s", folder, keep, error)
 
 
 def manifest_of(model: nn.Module, global_steps: int, tag: str, state_format: StateFormat) -> Manifest:
-    """The manifest of a checkpoint of `model`, without its files."""
+    """Return the manifest of a checkpoint of `model`, without its files."""
     return Manifest(
         saved=datetime.now(timezone.utc).isoformat(),
         global_steps=global_steps,

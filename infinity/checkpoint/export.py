@@ -1,4 +1,4 @@
-"""Turns an arena checkpoint into one of torch.distributed.checkpoint, which other tools read. One process, no ranks.
+"""Converts an arena checkpoint to torch.distributed.checkpoint's format, which other tools read. One process, no ranks.
 
 The result is like a checkpoint that `save_checkpoint` writes in the format "dcp".
 """
@@ -29,14 +29,14 @@ def export(
     tag: str | None = None,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> Path:
-    """Write the arena checkpoint in a folder (the latest there, where `tag` is None) as one of torch.distributed.checkpoint.
+    """Write the arena checkpoint in a folder (the latest, if `tag` is None) in torch.distributed.checkpoint's format.
 
     Args:
-        output: the folder of the new one, which must not exist, or be empty.
+        output: the folder of the new one, which must be new or empty.
         progress: called with the bytes of all masters and moments; it returns a function that is called with those written.
 
-    Returns its folder. Raises CheckpointError where the checkpoint is damaged or of another format, or `output` can't be
-    written or lacks the space; nothing is left then.
+    Returns its folder. Raises CheckpointError if the checkpoint is damaged or of another format, or `output` can't be
+    written or lacks the space; no files are then left.
     """
     path = find_checkpoint(directory, tag)
     if not is_arena_checkpoint(path):
@@ -72,7 +72,7 @@ def _state_of(stored: StoredArena) -> UnreadState:
 
 
 def _group_names(stored: StoredArena, unpaged_state: dict[str, Any]) -> list[list[str]]:
-    """The parameters of each of the optimizer's groups."""
+    """Return the parameters of each of the optimizer's groups."""
     groups, names = unpaged_state["param_groups"], unpaged_state["group_names"]
     in_model = [param.name for param in stored.layout.parameters]
     if not (

@@ -1,12 +1,12 @@
-"""Reads what other programs saved with `torch.save`, and runs no code that it finds there. Tensors stay in the file
-until their elements are asked for. Any thread.
+"""Reads files that other programs saved with `torch.save`, and runs no code in them. Tensors stay in the file until
+their elements are read. Any thread.
 
 [Note: Pickles of other programs]
-`torch.save` writes a zip archive: a pickle of everything but the elements of tensors, and these in a record for each storage.
-Such a pickle names classes and functions to call. Here no name leads to one: a few that data needs (ordered dicts, sizes,
-tensors) lead to a stand-in of ours that makes plain data, all others to an `Inert`, which notes what it was made of and does
-nothing. No module is imported, so the program that wrote the file need not be there. What is read is bounded by the length of
-the file: see careful_pickle.py.
+`torch.save` writes a zip archive: a pickle of everything but the elements of tensors, and a record for each storage.
+Such a pickle names classes and functions to call. Here none is called: a few names that data needs (ordered dicts,
+sizes, tensors) map to a stand-in of ours that makes plain data, all others to an `Inert`, which stores its arguments
+and does nothing. No module is imported, so the program that wrote the file need not be installed. What is read is
+bounded by the length of the file: see careful_pickle.py.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from infinity.units import MIB
 
 _PICKLE = "/data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Of a file in a zip archive: its mark, and how long its name and its extra field are (PKWARE's APPNOTE, 4.3.7)."""
+"""Header of a file in a zip archive: its mark, the lengths of its name and extra field (PKWARE's APPNOTE, 4.3.7)."""
 
 _SHARED_MAX = 64
 _REPEATED_BYTES_MAX = 64 * MIB
-"""A file may hold as many times its length where tensors share elements, and so many bytes more of those that were expanded."""
+"""A file may expand by this factor, since tensors share elements, and by these bytes more for expanded tensors."""
 
 _CLASSES_MAX = 1000
 _NAME_LENGTH_MAX = 1000
@@ -57,15 +57,15 @@ _STORAGES = {
 
 
 class Inert:
-    """An object of a class that is not known here: what it was made of, and nothing that it could do.
+    """A placeholder for an object of an unknown class: its data, without behaviour.
 
-    of: module and name of the class. arguments: it was made with. state: it was given then.
+    of: module and name of the class. arguments: of its construction. state: set afterwards.
     """
 
     of: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Inert:
-        """Accepts what the class that it stands for may be made with."""
+        """Accept any arguments of the class that it stands for."""
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
         return made
@@ -80,7 +80,7 @@ class Inert:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """A dict's items are dropped, as are those of lists and sets."""
+        """Drop an item of a dict; those of lists and sets are dropped, too."""
 
     def append(self, item: Any) -> None:
         """See `__setitem__`."""
@@ -88,7 +88,7 @@ class Inert:
     extend = add = append
 
     def attributes(self) -> Mapping[str, Any]:
-        """What the object's attributes would be."""
+        """Return what the object's attributes would be."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -107,7 +107,7 @@ class PickledTensor:
         raise pickle.UnpicklingError("a tensor has no other state")
 
     def __sizeof__(self) -> int:
-        """Bytes that its elements take: see `weigh`."""
+        """Return the bytes that its elements take, for `weigh`."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -116,7 +116,7 @@ class PickledTensor:
         return math.prod(self.shape)
 
     def read(self, first: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements from the index `first` on, flat. Raises CheckpointError where the file doesn't hold them any more."""
+        """Read elements from the index `first` on, flat. Raises CheckpointError if the file no longer holds them."""
         numel = self.numel - first if numel is None else numel
         if self.stride == _contiguous(self.shape):
             return self._read_bytes(first, numel)
@@ -124,7 +124,7 @@ class PickledTensor:
         return extent.as_strided(self.shape, self.stride).reshape(-1)[first : first + numel]
 
     def whole(self) -> torch.Tensor:
-        """The tensor in memory. Raises CheckpointError."""
+        """Read the whole tensor. Raises CheckpointError."""
         return self.read().reshape(self.shape)
 
     def _read_bytes(self, first: int, numel: int) -> torch.Tensor:
@@ -134,18 +134,18 @@ class PickledTensor:
             with open_regular(self.path) as file:
                 file.seek(self.offset + first * self.dtype.itemsize)
                 if file.readinto(into) < into.nbytes:
-                    raise CheckpointError(f"{self.path} became shorter while it was read: start anew")
+                    raise CheckpointError(f"{self.path} became shorter while it was read: start again")
         except OSError as error:
-            raise CheckpointError(f"{self.path} can't be read ({error}): copy it anew") from None
+            raise CheckpointError(f"{self.path} can't be read ({error}): copy it again") from None
         return elements
 
 
 def load_foreign(path: Path) -> Any:
-    """What `torch.save` wrote to a file: plain data with `PickledTensor` and `Inert` in it.
+    """Load what `torch.save` wrote to a file: plain data with `PickledTensor` and `Inert` in it.
 
-    Raises CheckpointError where the file can't be read, or is anything else.
+    Raises CheckpointError if the file can't be read, or is anything else.
     """
-    with parsing(f"{path} is damaged", "copy it anew"):
+    with parsing(f"{path} is damaged", "copy it again"):
         try:
             with open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 content = _Archive(path, file.fileno(), archive)
@@ -153,11 +153,11 @@ def load_foreign(path: Path) -> Any:
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: copy the whole checkpoint") from None
         except zipfile.BadZipFile:
-            raise CheckpointError(f"{path} is cut off, or torch.save did not write it: copy it anew") from None
+            raise CheckpointError(f"{path} is cut off, or torch.save did not write it: copy it again") from None
 
 
 class _Archive:
-    """The pickle in a file of an archive, and where the storages are. `nbytes`: of the file."""
+    """The pickle in an archive, and the places of its storages. `nbytes`: length of the file."""
 
     def __init__(self, path: Path, file: int, archive: zipfile.ZipFile) -> None:
         self.path, self._file, self._archive = path, file, archive
@@ -171,7 +171,7 @@ class _Archive:
         self.pickle = archive.read(f"{self._prefix}{_PICKLE}")
 
     def storage(self, key: str) -> tuple[int, int]:
-        """Offset of a storage's bytes in the file, and their number."""
+        """Return the offset of a storage's bytes in the file, and their number."""
         if len(key) > _NAME_LENGTH_MAX:
             raise ValueError("the name of a storage is too long")
         return self._place(f"/data/{key}")
@@ -198,7 +198,7 @@ class _Storage:
 
 
 class _StandIn:
-    """Called instead of what a pickle names. Nothing of it can be changed by a pickle."""
+    """A function in place of what a pickle names. No pickle can change it."""
 
     __slots__ = ("_make",)
 
@@ -271,7 +271,7 @@ class _Unpickler(CarefulUnpickler):
         stride = tuple(islice(stride, len(shape) + 1))
         numbers = (first, *stride)
         if not isinstance(storage, _Storage) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-            raise pickle.UnpicklingError("it holds a tensor that makes no sense")
+            raise pickle.UnpicklingError("it holds an invalid tensor")
         nbytes = storage.dtype.itemsize
         if len(shape) != len(stride) or (first + _extent(shape, stride)) * nbytes > storage.nbytes:
             raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} in too few bytes")
@@ -281,7 +281,7 @@ class _Unpickler(CarefulUnpickler):
 
 
 class _Dict(dict[Any, Any]):
-    """Stands for dicts whose attributes, like `_metadata` of a state dict, are dropped."""
+    """A dict whose attributes, like `_metadata` of a state dict, are dropped."""
 
     __slots__ = ()
 
@@ -290,7 +290,7 @@ class _Dict(dict[Any, Any]):
 
 
 def _of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """A tensor with attributes, which are dropped."""
+    """Make a tensor and drop its attributes."""
     return make(*arguments) if isinstance(make, _StandIn) else None
 
 
@@ -299,5 +299,5 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last, these included."""
+    """Return the number of elements from the first to the last, these included."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if math.prod(shape) else 0

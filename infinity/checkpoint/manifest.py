@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: its files with their lengths and hashes. Also finds checkpoints. No torch here.
 
-Anybody may have written a manifest, so every field is checked before any is used.
+A manifest is not trusted: every field is checked before any is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Manifest:
         global_steps: optimizer steps taken.
         ranks: number of ranks that wrote it.
         state_format: of masters and moments.
-        aliases: further names of tied parameters, each with the name that has the values.
+        aliases: further names of tied parameters, each with the name that stores the values.
         buffers: names of the model's buffers.
         tag: name of its folder when it was saved; "" in older manifests. A folder of another name was copied or renamed.
         scalars: names of parameters without dimensions, which are stored in the shape (1,).
@@ -70,17 +70,17 @@ class Manifest:
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
 
 def stored_file(content: bytes) -> StoredFile:
-    """The entry of a file with this content."""
+    """Return the entry of a file with this content."""
     return StoredFile(len(content), hashlib.sha256(content).hexdigest())
 
 
 def load_manifest(checkpoint: Path) -> Manifest | None:
-    """The manifest in a checkpoint's folder, None where there is none. Raises CheckpointError where it can't be read."""
+    """Read the manifest in a checkpoint's folder; None if there is none. Raises CheckpointError if it can't be read."""
     path = checkpoint / FILE_NAME
     try:
         return parse_json(Manifest, read_small(path, _NBYTES_MAX))
@@ -91,14 +91,14 @@ def load_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def is_name(text: str) -> bool:
-    """True for the name of one file or folder, which leads out of none."""
+    """Return True for the name of one file or folder, which is no path."""
     return text == Path(text).name != ".." and text != "" and "\0" not in text
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """The folder of a checkpoint: `directory` itself if it is one, else the one in it called `tag`, else its latest.
+    """Return a checkpoint's folder: `directory` itself if it is one, else the one in it called `tag`, else its latest.
 
-    Raises CheckpointError naming the checkpoints that there are.
+    Raises CheckpointError that names the existing checkpoints.
     """
     root = Path(directory)
     if tag is None and is_checkpoint(root):
@@ -119,22 +119,22 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a checkpoint of either format; not whether it is whole."""
+    """Return True if there is a checkpoint of either format, even a damaged one."""
     return (path / ".metadata").is_file() or (path / FIRST_RECORD).is_file()
 
 
 def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Whether there are files of a save of DeepSpeed in the folder."""
+    """Return True if the folder has files of a DeepSpeed save."""
     return any(path.glob("*mp_rank_*_model_states.pt"))
 
 
 def _refuse_deepspeed(path: Path) -> None:
     if is_deepspeed_checkpoint(path):
-        raise CheckpointError(f"{path} is DeepSpeed's: make a checkpoint of it with infinity-ckpt import {path} OUT")
+        raise CheckpointError(f"{path} is DeepSpeed's: convert it with infinity-ckpt import {path} OUT")
 
 
 def read_latest(root: Path) -> str:
-    """The tag that `latest` names. Raises CheckpointError where there is none, or it names no folder."""
+    """Return the tag in the file `latest`. Raises CheckpointError if that is missing, or names no folder."""
     try:
         tag = read_small(root / LATEST, 4096).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def read_latest(root: Path) -> str:
 
 
 def others(root: Path, *, but: str = "") -> str:
-    """The other checkpoints in the folder, for messages."""
+    """Describe the other checkpoints in the folder, for messages."""
     tags = {file.parent.name for name in (".metadata", FIRST_RECORD) for file in root.glob(f"*/{name}")} - {but}
     if not tags:
         return "there is no other in that folder"
@@ -163,17 +163,17 @@ def damage(
     *,
     contents: bool = True,
 ) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong with it) for every file that differs from the manifest: see `difference`."""
+    """Yield (file, what is wrong with it) for every file that differs from the manifest: see `difference`."""
     for name in sorted(manifest.files):
         if why := difference(checkpoint / name, manifest.files[name], progress, contents=contents):
             yield name, why
 
 
 def remove_named(checkpoint: Path, manifest: Manifest) -> None:
-    """Remove the files that a checkpoint's manifest names, the manifest, and the folder if it is empty then.
+    """Remove the files that a checkpoint's manifest names, the manifest, and the folder if it is then empty.
 
-    The file that makes it a checkpoint goes first, the manifest last: if interrupted, it is no checkpoint any more, and can be
-    removed again. Raises OSError.
+    The file that makes it a checkpoint is removed first, the manifest last: after an interruption it is no longer a
+    checkpoint, and can still be removed. Raises OSError.
     """
     first = [name for name in (".metadata", FIRST_RECORD) if name in manifest.files]
     for name in [*first, *sorted(manifest.files.keys() - {*first}), FILE_NAME]:
@@ -185,10 +185,10 @@ def remove_named(checkpoint: Path, manifest: Manifest) -> None:
 def difference(
     path: Path, stored: StoredFile, progress: Callable[[int], None] = lambda nbytes: None, *, contents: bool = True
 ) -> str:
-    """What is wrong with a file, compared with its entry in a manifest; "" if nothing is.
+    """Return what is wrong with a file, compared with its entry in a manifest; "" if nothing is.
 
-    `progress` is called with the number of bytes read since the last call. Without `contents`, only that the file is there
-    with its length.
+    `progress` is called with the number of bytes read since the last call. Without `contents`, only existence and
+    length are compared.
     """
     digest, nbytes = hashlib.sha256(), 0
     try:
@@ -209,4 +209,4 @@ def difference(
     except OSError as error:
         progress(stored.nbytes - nbytes)
         return f"unreadable ({error.strerror})"
-    return "" if digest.hexdigest() == stored.sha256 else "its bytes are not those that were written (SHA-256)"
+    return "" if digest.hexdigest() == stored.sha256 else "its bytes have changed (SHA-256)"

@@ -1,7 +1,7 @@
-"""LoRA's adapters merged into the weights that they were trained on, tensor by tensor, without the model.
+"""Merges LoRA adapters into the weights that they were trained on, tensor by tensor, without the model.
 
-The numbers are those of PEFT's `merge_and_unload` on a CPU: W + (B A) · scaling, in fp32 where the adapters are, rounded once
-to the dtype of W. The scaling is alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA (https://arxiv.org/abs/2312.03732).
+Results are those of PEFT's `merge_and_unload` on a CPU: W + (B A) · scaling, computed in fp32, rounded once to the
+dtype of W. The scaling is alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA (https://arxiv.org/abs/2312.03732).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def merge(
     max_shard_bytes: int = 5 * 10**9,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> list[Path]:
-    """Write the model `base` with a LoRA adapter merged into it as safetensors into the folder `output`; the files.
+    """Write the model `base` with a merged LoRA adapter as safetensors into the folder `output`. Returns the files.
 
     Args:
-        base: safetensors (as for `initialize(weights=)`); of a folder, all that is no weight is copied, too.
+        base: safetensors (as for `initialize(weights=)`); a folder's config, tokenizer and the like are copied, too.
         adapter: what PEFT's `save_pretrained` wrote: adapter_config.json and adapter_model.safetensors.
         output: a folder without a model, and without the files that are copied.
         max_shard_bytes, progress: as for `consolidate`.
 
-    Raises CheckpointError where the adapter is of another model or of a kind that can't be merged so, where a file is damaged,
-    or where `output` holds a model, can't be written or lacks the space; nothing is left in it then.
+    Raises CheckpointError if the adapter is of another model or of a kind that can't be merged so, if a file is
+    damaged, or if `output` holds a model, can't be written or lacks the space; no files are then left in it.
     """
     source = Path(base)
     lora = _Adapter(Path(adapter))
@@ -65,7 +65,7 @@ def merge(
         where = open_tensors(source, stack)
         if parts_of_codes(where):
             raise CheckpointError(
-                f"{source} is in 4 or 8 bits, which adapters can't be merged into: name the one in 16 bits that it was made of"
+                f"{source} is in 4 or 8 bits, which adapters can't be merged into: name its 16-bit original"
             )
         tensors = {name: _dtype_and_shape(where[name], name) for name in sorted(where)}
         lora.check_fits(tensors, source)
@@ -100,7 +100,7 @@ class _Adapter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        problem = f"{folder} is no adapter that PEFT has saved"
+        problem = f"{folder} is not an adapter saved by PEFT"
         with parsing(problem, "name the folder with adapter_config.json and adapter_model.safetensors"):
             config = folder / "adapter_config.json"
             if config.stat().st_size > _CONFIG_BYTES_MAX:
@@ -112,7 +112,7 @@ class _Adapter:
                 tensors = [(name.removeprefix("base_model.model."), file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
         self._pairs: dict[str, dict[str, torch.Tensor]] = {}
         self._whole: dict[str, torch.Tensor] = {}
-        """Modules that were trained as a whole."""
+        """Tensors of modules that were trained as a whole."""
         for name, tensor in tensors:
             kind = next((kind for suffix, kind in _PATTERNS.items() if name.endswith(f".{suffix}")), None)
             if kind is None and "lora_" in name:
@@ -120,11 +120,11 @@ class _Adapter:
             module = name.rpartition(".lora_")[0]
             holder, key = (self._whole, name) if kind is None else (self._pairs.setdefault(module, {}), kind)
             if key in holder or tensor.dtype not in _DTYPES or (kind is not None and tensor.dim() != 2):
-                raise CheckpointError(f"{folder}: {name} can't be merged, as it is no matrix of numbers; {_INSTEAD}")
+                raise CheckpointError(f"{folder}: {name} can't be merged, as it is not a matrix of numbers; {_INSTEAD}")
             holder[key] = tensor
 
     def check_fits(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], base: Path) -> None:
-        """Raise CheckpointError unless all of it belongs to tensors of the model, which have these dtypes and shapes."""
+        """Raise CheckpointError unless the adapter fits the tensors of the model, given by dtype and shape."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._whole.items()}
         settings, modules = self._settings, list(self._pairs)
         ranks = self._matching(settings.rank_pattern or {}, modules, settings.r)
@@ -156,7 +156,7 @@ class _Adapter:
                 raise CheckpointError(f"{base}: {name} is in {dtype}, which can't be merged into; {_INSTEAD}")
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The tensor of that name in the merged model, in its own dtype."""
+        """Return the tensor of that name in the merged model, in its own dtype."""
         if name in self._whole:
             return self._whole[name].to(weight.dtype)
         module = name.removesuffix(".weight")
@@ -174,9 +174,9 @@ class _Adapter:
         return weight.add_(delta)
 
     def _matching(self, patterns: Mapping[str, Any], modules: list[str], default: Any) -> list[Any]:
-        """The value for each module as PEFT looks it up: of the first pattern that is the end of its name, or matches it.
+        """Return the value for each module as PEFT looks it up: of the first pattern that matches the end of its name.
 
-        Patterns are matched in a process of its own, since a regular expression may take for ever.
+        Patterns are matched in a separate process, since a regular expression may never end.
         """
         if not patterns:
             return [default] * len(modules)
@@ -186,10 +186,10 @@ class _Adapter:
             matched = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_MATCHING_SECONDS)
         except subprocess.TimeoutExpired:
             raise CheckpointError(
-                f"{self.folder} has patterns of ranks that take more than {_MATCHING_SECONDS:g} s to match; {_INSTEAD}"
+                f"{self.folder} has rank patterns that take more than {_MATCHING_SECONDS:g} s to match; {_INSTEAD}"
             ) from None
         if matched.returncode:
-            raise CheckpointError(f"{self.folder} has patterns of ranks that are no regular expressions; {_INSTEAD}")
+            raise CheckpointError(f"{self.folder} has rank patterns that are not regular expressions; {_INSTEAD}")
         return [default if pattern is None else patterns[pattern] for pattern in json.loads(matched.stdout)]
 
     def _check_kind(self, config: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ def _dtype_and_shape(file: Any, name: str) -> tuple[torch.dtype, tuple[int, ...]
 
 
 def _descriptions(source: Path) -> Iterable[Path]:
-    """config.json, the tokenizer and the like."""
+    """Return config.json, the tokenizer and the like."""
     return [
         file
         for file in sorted(source.iterdir())

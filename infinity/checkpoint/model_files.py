@@ -1,10 +1,11 @@
-"""Writes a model's safetensors files into a folder that others may use, too. Rank 0; training thread only.
+"""Writes a model's safetensors files into a folder that may hold foreign files. Rank 0; training thread only.
 
 [Note: A model in the place of another]
-Readers look for `model.safetensors`, or for `model.safetensors.index.json`, which names several files. A model saved there
-before stays whole until the new one is: new files get names that are free, then one rename replaces the file that readers look
-for, and only then is the older model removed. Only files that we wrote are removed: the header of a file says so, and the
-index names it where there are several. Files of others keep their names; only one with a name above is moved aside.
+Readers look for `model.safetensors`, or for `model.safetensors.index.json`, which names several files. An older
+model there stays complete until the new one is: new files get free names, then one rename replaces the file that
+readers look for, and only then is the older model removed. Only files that we wrote are removed: their headers say so,
+and the index names them if there are several. Foreign files keep their names; only one with a name above is moved
+aside.
 """
 
 from __future__ import annotations
@@ -45,15 +46,14 @@ Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class ModelFiles:
-    """Writes a model's tensors one after another; the files get their names when all are written. Holds no tensor.
+    """Writer of a model's tensors in order; the files get their names when all are written. Holds no tensor.
 
     tensors: those that will be added, in that order. bytes_max: of a file; a larger tensor has a file to itself. nbytes: of all
     tensors. tell: called with the number of bytes just written.
     """
 
     def __init__(self, root: Path, tensors: Tensors, *, bytes_max: int) -> None:
-        """Raises OSError if nothing can be written to `root`, CheckpointError for too little space, or a dtype that files don't
-        hold."""
+        """Raises OSError if `root` can't be written to, CheckpointError for too little space or unsupported dtypes."""
         self._root, self._tensors = root, tensors
         self.tell: Callable[[int], None] = lambda nbytes: None
         self._files = _cut(tensors, bytes_max)
@@ -67,7 +67,7 @@ class ModelFiles:
         self._work = WorkFolder.make(root, SINGLE, self.nbytes, "the model")
 
     def add(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Write the next tensor, whose elements come in `pieces` (on the CPU), one behind the other. Raises OSError."""
+        """Write the next tensor, whose elements are in `pieces` (on the CPU), in order. Raises OSError."""
         if self._begun < len(self._files) and name == self._files[self._begun][0]:
             self._end_file()
             self._file = self._path(self._begun).open("xb")
@@ -98,7 +98,7 @@ class ModelFiles:
         return named
 
     def close(self) -> None:
-        """Remove files that have become no model. Idempotent."""
+        """Remove files that belong to no finished model. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -126,12 +126,12 @@ class ModelFiles:
         return written
 
     def _move_aside_of_others(self, name: str) -> None:
-        """Free a name that readers look for, if a file of others has it."""
+        """Free a name that readers look for, if a foreign file has it."""
         path = self._root / name
         if os.path.lexists(path) and _header_of_ours(path) is None:
             aside = f"{name}.replaced-{self._identity}"
             path.rename(self._root / aside)
-            log.warning("%s was not written by save_16bit_model: it is %s now", path, aside)
+            log.warning("%s was not written by save_16bit_model: renamed to %s", path, aside)
 
     def _end_file(self) -> None:
         if self._file is not None:
@@ -144,7 +144,7 @@ class ModelFiles:
 
 
 def _cut(tensors: Tensors, bytes_max: int) -> list[list[str]]:
-    """The names of the tensors in each file."""
+    """Return the names of the tensors in each file."""
     files: list[list[str]] = []
     room = -1
     for name, entry in tensors.items():
@@ -158,7 +158,7 @@ def _cut(tensors: Tensors, bytes_max: int) -> list[list[str]]:
 
 
 def _header(tensors: Tensors) -> bytes:
-    """The bytes before those of the tensors: 8 bytes of length, then JSON, padded to 8 bytes."""
+    """Return the header of a file: 8 bytes of length, then JSON, padded to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **_WRITER}}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -166,7 +166,7 @@ def _header(tensors: Tensors) -> bytes:
         try:
             entries[name] = {"dtype": _name_of(dtype), "shape": list(shape), "data_offsets": [at, end]}
         except KeyError:
-            raise CheckpointError(f"{name} has the type {dtype}, which safetensors files don't hold") from None
+            raise CheckpointError(f"{name} has the type {dtype}, which safetensors does not support") from None
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -175,7 +175,7 @@ def _header(tensors: Tensors) -> bytes:
 
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str:
-    """As safetensors calls it. Raises KeyError for a dtype that it doesn't have."""
+    """Return safetensors' name of a dtype. Raises KeyError for one that it lacks."""
     return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
 
 
@@ -184,7 +184,7 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _header_of_ours(path: Path) -> dict[str, Any] | None:
-    """The header of the file, or the content of the index, of that name; None if we did not write it."""
+    """Return the header of a file, or the content of an index; None if we did not write it."""
     try:
         if path.name == INDEX:
             header, metadata = json.loads(read_small(path, _HEADER_BYTES_MAX)), "metadata"
@@ -200,7 +200,7 @@ def _header_of_ours(path: Path) -> dict[str, Any] | None:
 
 
 def _parts_of(index: Path) -> list[Path]:
-    """Our files that our index names."""
+    """Return our files that our index names."""
     names = (_header_of_ours(index) or {}).get("weight_map")
     if not isinstance(names, dict):
         return []

@@ -1,8 +1,7 @@
-"""Writes a checkpoint of torch.distributed.checkpoint out of tensors that are read only when they are written. One
-process, no ranks.
+"""Writes a torch.distributed.checkpoint from tensors that are read only when they are written. One process, no ranks.
 
-DCP asks for each value when it writes it. So a large tensor is a meta tensor in the state dict, cut by rows into pieces, and a
-piece is read then: memory is bounded by a piece, however large the model is.
+DCP requests each value when it writes it. So a large tensor is a meta tensor in the state dict, cut by rows into pieces
+that are read on request: memory is bounded by one piece, for any model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from infinity.store.files import sync, write_durably
 
 Progress = Callable[[int], None]
 Read = Callable[[int, int], torch.Tensor]
-"""Reads a tensor from the index of a first element, so many elements, flat, in fp32. May raise CheckpointError."""
+"""Reads a tensor's elements, by first index and count, flat, in fp32. May raise CheckpointError."""
 
 _PIECE_NUMEL = 64 << 20
 """Elements that go to one file, and are in memory at once: 256 MiB."""
@@ -38,19 +37,19 @@ _PIECE_NUMEL = 64 << 20
 
 @contextlib.contextmanager
 def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
-    """A hidden folder that gets the name `final` when the block ends, and is removed where it fails or is interrupted; where it
-    is killed, by the next that writes to the same place.
+    """Yield a hidden folder that gets the name `final` when the block ends, and is removed if it fails or is
+    interrupted. After a kill, the next writer to the same place removes it.
 
-    nbytes: that will be written to it. Raises CheckpointError where `final` is there already, can't be made, or that many
-    bytes aren't free.
+    nbytes: bytes to be written. Raises CheckpointError if `final` is not empty, can't be created, or too few bytes are
+    free.
     """
     task = f"writing the checkpoint {final}"
     with failing_as(task):
         place = final.resolve()  # as a link can't be replaced by a folder
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise CheckpointError(f"{final} is there already: remove it, or name another folder")
+            raise CheckpointError(f"{final} exists already: remove it, or name another folder")
         if place.is_mount():
-            raise CheckpointError(f"{final} is where a file system is mounted: name a folder in it")
+            raise CheckpointError(f"{final} is a mount point: name a folder in it")
         work = WorkFolder.make(place.parent, place.name, nbytes, "the checkpoint")
     try:
         with failing_as(task):
@@ -65,7 +64,7 @@ def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
 class UnreadState:
     """The state dict of FSDP2 and its optimizer, in which meta tensors stand for masters and moments until DCP writes them.
 
-    groups: of the optimizer. reads: read what the meta tensors stand for, by DCP's names for them. nbytes: of all these.
+    groups: of the optimizer. reads: functions that read the meta tensors' values, by DCP's names. nbytes: of all these.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -102,7 +101,7 @@ class UnreadState:
     ) -> None:
         """Write the checkpoint's files: the state, the training state of each rank, and the manifest, which has no files yet.
 
-        `tell` is called with the bytes of each piece. Raises OSError, and CheckpointError where a tensor can't be read.
+        `tell` is called with the bytes of each piece. Raises OSError, and CheckpointError if a tensor can't be read.
         """
         writer = Writer(folder)
         state = {"model": self.model, "optimizer": {"state": self.moments, "param_groups": self.groups}}
@@ -131,14 +130,14 @@ class _Planner(dcp.DefaultSavePlanner):
         self._reads, self._tell = reads, tell
 
     def create_local_plan(self) -> SavePlan:
-        """A file for each piece: see `Writer`."""
+        """Plan a file for each piece: see `Writer`."""
         plan = super().create_local_plan()
         items = [piece for item in plan.items for piece in (_cut(item) if item.index.fqn in self._reads else (item,))]
         self.plan = replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The value to write. Raises CheckpointError where it can't be read."""
+        """Return the value to write. Raises CheckpointError if it can't be read."""
         read = self._reads.get(write_item.index.fqn)
         if read is None:
             return super().resolve_data(write_item)
@@ -152,7 +151,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def _cut(item: WriteItem) -> Iterator[WriteItem]:
-    """The item, cut into pieces of whole rows."""
+    """Yield the item, cut into pieces of whole rows."""
     data = item.tensor_data
     assert data is not None
     rows = max(1, _PIECE_NUMEL // max(1, math.prod(data.size[1:])))

@@ -1,4 +1,4 @@
-"""Where the fields of each sub-group lie in a checkpoint's arena file: pure arithmetic, no torch, no I/O.
+"""Layout of a checkpoint's arena file: the place of each sub-group's fields. Pure arithmetic, no torch, no I/O.
 
     sub-group 0 | sub-group 1 | ...                   rankN.arena
     compute parameter | remainder | moment 1 | ...    a sub-group: all of its fields, in the order of layout.py
@@ -31,7 +31,7 @@ _MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2, "uint8": 1}
 
 
 class Snapshot:
-    """The arena file of a rank whose arena has `layout`. Raises ValueError where that contradicts itself.
+    """The arena file of a rank whose arena has `layout`. Raises ValueError if that contradicts itself.
 
     sub_groups: in the order of the file, with all their fields. offsets: of the sub-groups (bytes). nbytes: of the file.
     """
@@ -46,12 +46,12 @@ class Snapshot:
                 self._by_parameter[piece.shard].append((sub, piece))
 
     def field_offset(self, sub: SubGroup, field: Field) -> int:
-        """Where a field of a sub-group begins in the file (bytes)."""
+        """Return where a field of a sub-group begins in the file (bytes)."""
         return self.offsets[sub.index] + sub.field_offset(field)
 
     def pieces(self, parameter: int, start: int, numel: int) -> Iterator[tuple[SubGroup, int, int]]:
-        """(sub-group, its first element, count) of the pieces of elements [start, start + numel) of the shard of parameter
-        number `parameter`, in order."""
+        """Yield (sub-group, its first element, count) of the pieces of elements [start, start + numel) of the shard of
+        parameter number `parameter`, in order."""
         for sub, piece in self._by_parameter[parameter]:
             low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if low < high:
@@ -59,8 +59,8 @@ class Snapshot:
 
 
 def rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
-    """Elements [start, end) of a whole parameter that are on rank `rank` of the `ranks` it is sharded over. FSDP2 cuts by rows:
-    equally many per rank, fewer on the last ranks."""
+    """Return the elements [start, end) of a whole parameter on rank `rank` of `ranks`. FSDP2 cuts by rows: equally many
+    per rank, fewer on the last ranks."""
     rows, row_numel = -(-shape[0] // ranks), math.prod(shape[1:])
     first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
     return first * row_numel, last * row_numel
@@ -70,7 +70,7 @@ def _check_parameters(layout: ArenaLayout) -> None:
     if layout.compute_dtype not in _ITEMSIZES:
         raise ValueError(f"parameters can't have been gathered in {layout.compute_dtype}")
     if not layout.rank < layout.ranks or layout.ranks % layout.shards:
-        raise ValueError(f"rank {layout.rank} of {layout.ranks}, sharded over {layout.shards}, can't be")
+        raise ValueError(f"rank {layout.rank} of {layout.ranks}, sharded over {layout.shards}, is impossible")
     if len({parameter.name for parameter in layout.parameters}) != len(layout.parameters):
         raise ValueError("a parameter is in it twice")
     if len(set(layout.moments)) != len(layout.moments):
@@ -87,7 +87,7 @@ def _check_parameters(layout: ArenaLayout) -> None:
 
 
 def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
-    """The sub-groups of the record, which must fill the flat spaces of its parameters."""
+    """Return the sub-groups of the record, which must fill the flat spaces of its parameters."""
     groups = max((param.group for param in layout.parameters), default=-1) + 1
     shards = [Shard(p.name, p.group, p.numel, p.trained, p.resident, whole=p.whole) for p in layout.parameters]
     moment_itemsize = _MOMENT_ITEMSIZES[layout.moments_dtype]

@@ -1,7 +1,7 @@
-"""Reads an arena checkpoint: any elements of any parameter, out of the ranks' files. Any thread, one at a time.
+"""Reads an arena checkpoint: any elements of any parameter, from the ranks' files. Any thread, one at a time.
 
-Anybody may have written these files. So each is compared with its hash in the manifest before it is parsed, then checked field
-by field (infinity/store/commit.py, snapshot.py).
+These files are not trusted: each is compared with its hash in the manifest before it is parsed, then checked field by
+field (infinity/store/commit.py, snapshot.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from infinity.store.layout import BLOCK_NUMEL, Field, SubGroup
 
 
 def is_arena_checkpoint(path: Path) -> bool:
-    """Whether the checkpoint in this folder is one of arenas."""
+    """Return True if the checkpoint in this folder has the format "arena"."""
     return (path / FIRST_RECORD).is_file()
 
 
 def arena_name(rank: int) -> str:
-    """The file with the arena of a rank."""
+    """Return the name of the file with a rank's arena."""
     return f"rank{rank}.arena"
 
 
 def record_name(rank: int) -> str:
-    """The file with the record of a rank: the state outside of its arena, and how that is laid out."""
+    """Return the name of the file with a rank's record: its unpaged state, and the layout of its arena."""
     return f"rank{rank}.record"
 
 
@@ -51,7 +51,7 @@ def _damaged(path: Path, why: object) -> CheckpointError:
 class RankState:
     """The arena of one rank with its record; `stored` is the arena's entry in the manifest.
 
-    Raises CheckpointError where they can't be read or are damaged.
+    Raises CheckpointError if they can't be read or are damaged.
     """
 
     def __init__(self, path: Path, rank: int, record: Record, stored: StoredFile | None) -> None:
@@ -83,7 +83,7 @@ class RankState:
             raise _damaged(self._arena_path, error) from None
 
     def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
-        """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
+        """Read elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
         values = torch.empty(numel, dtype=torch.float32)
         done = 0
         for sub, first, count in self.snapshot.pieces(parameter, start, numel):
@@ -126,7 +126,7 @@ class RankState:
 class StoredArena:
     """An arena checkpoint, open within a `with` block. Records are verified and parsed when they are needed.
 
-    Raises CheckpointError where it has no manifest, or rank 0's files can't be read.
+    Raises CheckpointError if it has no manifest, or rank 0's files can't be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,11 +141,11 @@ class StoredArena:
         self.verify = functools.cache(functools.partial(verify_file, path, manifest))
         """Compares the file of this name with the manifest, once. Raises CheckpointError."""
         self.layout = self.rank(0).layout
-        """Of rank 0. Ranks from `layout.shards` on are replicas and have stored no arena."""
+        """Layout of rank 0. Ranks from `layout.shards` on are replicas and have stored no arena."""
         self._numbers = {parameter.name: number for number, parameter in enumerate(self.layout.parameters)}
 
     def rank(self, rank: int) -> RankState:
-        """The files of a rank. Raises CheckpointError."""
+        """Return the files of a rank. Raises CheckpointError."""
         if rank not in self._ranks:
             record = self._read_record(rank)
             if not self._belongs(record):
@@ -154,7 +154,7 @@ class StoredArena:
         return self._ranks[rank]
 
     def unpaged_state(self, rank: int) -> dict[str, Any]:
-        """The unpaged state that a rank stored; where there was no such rank, rank 0's without its random states."""
+        """Return the unpaged state that a rank stored, or rank 0's without random states if there was no such rank."""
         if rank >= self.manifest.ranks:
             return {key: value for key, value in self.unpaged_state(0).items() if key not in RANDOM_STATES}
         unpaged_state = unpaged_state_of(self._read_record(rank))
@@ -169,24 +169,24 @@ class StoredArena:
         return unpaged_state
 
     def with_layout(self, here: ArenaLayout) -> RankState | None:
-        """The files of the rank whose state lies just as `here`; None where there is none."""
+        """Return the files of the rank with the same layout as `here`; None if there is none."""
         state = self.rank(here.rank % self.layout.shards)
         return None if any(differences(state.layout, replace(here, rank=state.layout.rank))) else state
 
     def read(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of the master or a moment (1-D, fp32) of the whole parameter `name`."""
+        """Read elements [start, start + numel) of the master or a moment (1-D, fp32) of the whole parameter `name`."""
         number = self._numbers[name]
         parts = [state.read(number, field, first, count) for state, first, count in self._rows(number, start, numel)]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def read_verified(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
-        """As `read`, after the files with the elements were verified. Raises CheckpointError."""
+        """Read as `read` does, after the files with the elements were verified. Raises CheckpointError."""
         for state, _, _ in self._rows(self._numbers[name], start, numel):
             self.verify(arena_name(state.layout.rank))
         return self.read(name, field, start, numel)
 
     def _rows(self, number: int, start: int, numel: int) -> Iterator[tuple[RankState, int, int]]:
-        """(rank's files, first element in its shard, count) of the pieces of elements [start, start + numel)."""
+        """Yield (rank's files, first element in its shard, count) of the pieces of elements [start, start + numel)."""
         shape, shards = self.layout.parameters[number].shape, self.layout.shards
         for rank in range(shards):
             first, end = rows_of(shape, rank, shards)
@@ -203,7 +203,7 @@ class StoredArena:
             raise _damaged(path, error) from None
 
     def _belongs(self, record: Record) -> bool:
-        """False if the record is of another save or another model than rank 0's."""
+        """Return False if the record is of another save or another model than rank 0's."""
         first = self._ranks[0].record if self._ranks else record
         same_save = record.commit.identity == first.commit.identity
         same_ranks = (record.layout.ranks, record.layout.shards) == (self.manifest.ranks, first.layout.shards)
@@ -219,7 +219,7 @@ class StoredArena:
 
 
 def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless training can go on from a record: see `check_resumable`."""
+    """Raise CheckpointError unless training can resume from a record: see `check_resumable`."""
     has_moments = zip(record.layout.parameters, record.commit.stepped, strict=True)
     moments = {parameter.name for parameter, bit in has_moments if bit == "1"}
     steps, groups = unpaged_state["steps"], unpaged_state["group_names"]
@@ -228,7 +228,7 @@ def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
 
 
 def prove(path: Path, ranks: Iterable[int]) -> None:
-    """Read back the parts of an arena checkpoint that loading parses, of these ranks. Raises CheckpointError."""
+    """Read back the parts of an arena checkpoint that these ranks parse to load. Raises CheckpointError."""
     with StoredArena(path) as stored:
         for rank in ranks:
             check_record(stored.rank(rank % stored.layout.shards).record, stored.unpaged_state(rank))

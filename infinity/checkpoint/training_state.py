@@ -1,10 +1,10 @@
-"""Training state (counters, schedules, random numbers, `client_state`) as bytes and back.
+"""Encodes training state (counters, schedules, random numbers, `client_state`) as bytes, and decodes it.
 
 torch's format, read with weights_only: numbers, strings, tensors, lists and dicts, and no code.
 
 [Note: Many small things]
-torch stores each tensor as a file of its own, and reads strings one by one, which takes seconds with one of them for each of
-tens of thousands of parameters. So all step counts are one tensor, and all names one string (JSON). The older form is read too.
+torch stores each tensor as a file of its own, and reads strings one by one, which takes seconds for tens of thousands
+of parameters. So all step counts are one tensor, and all names one string (JSON). The older form is read too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES, _VALUES = "names", "values"
 
 
 def encode(training_state: dict[str, Any]) -> bytes:
-    """Encode plain values and tensors. Raises CheckpointError where there is anything else."""
+    """Encode plain values and tensors. Raises CheckpointError for anything else."""
     buffer = io.BytesIO()
     try:
         torch.save(_packed(training_state), buffer)
@@ -47,7 +47,7 @@ def decode(stored: bytes | BinaryIO) -> dict[str, Any]:
         packed = torch.load(file, weights_only=True, map_location="cpu")
         if isinstance(packed, dict):
             return _unpacked(packed)
-    except Exception as error:  # whatever torch.load makes of arbitrary bytes
+    except Exception as error:  # torch.load may raise anything for arbitrary bytes
         raise ValueError(str(error) or type(error).__name__) from None
     raise ValueError("it holds something else")
 

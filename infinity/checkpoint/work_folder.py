@@ -1,12 +1,12 @@
 """The work folder of a save: hidden, in the folder that is saved to, and locked while the save runs.
 
 [Note: What a save may remove]
-Users keep other files in the folders that we save to, and several jobs may save to one folder. So a checkpoint that isn't whole
-lies in `ROOT/.infinity-saving-IDENTITY/`, which belongs to one save; `about.json` in it says so, and is locked (flock) until
-that save has ended. A later save removes such a folder only where everything says that a killed save left it: its name, its
-owner, `about.json`, and a lock that nobody holds. Not all file systems show a lock to other machines, so a folder that was
-made on another one must also be untouched for a day. Where no lock can be had, nothing is removed. Of a checkpoint that has
-its name, only files in a manifest of ours are removed.
+Users keep other files in the folders that we save to, and several jobs may save to one folder. So an incomplete
+checkpoint is in `ROOT/.infinity-saving-IDENTITY/`, which belongs to one save; `about.json` in it says so, and is locked
+(flock) until that save ends. A later save removes such a folder only if its name, its owner, `about.json` and a free
+lock all say that a killed save left it. Not all file systems show a lock to other machines, so a folder from another
+machine must also be untouched for a day. Without locks nothing is removed. Of a named checkpoint, only files in a
+manifest of ours are removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class About:
 
 
 def work_path(root: Path, identity: str) -> Path:
-    """The work folder of the save with this identity."""
+    """Return the work folder of the save with this identity."""
     return root / f"{PREFIX}{identity}"
 
 
@@ -70,7 +70,7 @@ class WorkFolder:
     ) -> WorkFolder:
         """Create the work folder for what will be `root/target`, after clearing what killed saves left in `root`.
 
-        Raises OSError, and CheckpointError unless `nbytes` bytes are free; `name` says in the message what they are.
+        Raises OSError, and CheckpointError unless `nbytes` bytes are free; `name` names them in the message.
         """
         root.mkdir(parents=True, exist_ok=True)
         for work in abandoned(root):
@@ -83,7 +83,7 @@ class WorkFolder:
         try:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             lock = os.open(path / _ABOUT, flags, 0o600)
-            if _lock(lock, wait=True):  # without a lock the file stays empty, so that nobody removes the folder
+            if _lock(lock, wait=True):  # without a lock the file stays empty, so that no save removes the folder
                 os.write(lock, (json.dumps(asdict(about)) + "\n").encode())
             (path / "new").mkdir(mode=0o700)
         except BaseException:
@@ -104,7 +104,7 @@ class WorkFolder:
         return sorted(self.path.glob("replaced-*"))
 
     def put_back(self) -> None:
-        """Give a checkpoint that was set aside its name back, if that is free. Raises CheckpointError."""
+        """Restore the name of a checkpoint that was set aside, if that is free. Raises CheckpointError."""
         for replaced in reversed(self.replaced):
             if not os.path.lexists(self._final):
                 with failing_as(f"recovering {self._final} from {replaced}"):
@@ -132,7 +132,7 @@ class WorkFolder:
                 if replaced.exists():
                     replaced.rmdir()
         for replaced in self.replaced:
-            log.warning("%s holds what was in %s and is not ours to remove: move it away", replaced, self._final)
+            log.warning("%s holds files of %s that infinity did not write: move them away", replaced, self._final)
         shutil.rmtree(self.new, ignore_errors=True)
         if not self.replaced and not self.new.exists():
             shutil.rmtree(self.path, ignore_errors=True)
@@ -146,7 +146,7 @@ class WorkFolder:
 
 
 def abandoned(root: Path) -> Iterator[WorkFolder]:
-    """The work folders that killed saves left in `root`, locked one at a time, to `remove` or `release`."""
+    """Yield the work folders that killed saves left in `root`, locked one at a time, to `remove` or `release`."""
     for path in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
             if is_own_folder(path) and (work := _take(path)) is not None:
@@ -155,7 +155,7 @@ def abandoned(root: Path) -> Iterator[WorkFolder]:
 
 
 def _take(path: Path) -> WorkFolder | None:
-    """The folder, locked; None where its save may still run. Raises OSError, ValueError where that can't be told."""
+    """Return the folder, locked; None if its save may still run. Raises OSError, ValueError if that is unknown."""
     # Opened for writing, which NFS requires for an exclusive lock.
     lock = os.open(path / _ABOUT, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -174,7 +174,7 @@ def _take(path: Path) -> WorkFolder | None:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock the file; False where another holds the lock, or the file system has no locks."""
+    """Lock the file. Returns False if another holds the lock, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -484,7 +484,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Path, Any], nvme_
     with (
         make(nvme_path, Case()) as engine,
         pytest.raises(
-            infinity.CheckpointError, match=r"of another model: 2 tensors missing there \(optimizer\.state\.blocks\.1"
+            infinity.CheckpointError, match=r"of another model: 2 tensors missing in it \(optimizer\.state\.blocks\.1"
         ),
     ):
         engine.load_checkpoint(saved[0])
@@ -602,7 +602,7 @@ def test_moments_without_a_number_of_steps_are_refused_before_anything_is_writte
     with make(nvme_path, CASES["forward"]) as engine:
         train(engine, 1)
         without_a_number_of_steps(monkeypatch)
-        with pytest.raises(infinity.CheckpointError, match=r"one is refused \(.* has moments and no number of steps"):
+        with pytest.raises(infinity.CheckpointError, match=r"one is refused \(.* has moments but no number of steps"):
             engine.save_checkpoint(tmp_path, tag="one")
     assert not list(tmp_path.iterdir())
 
@@ -620,7 +620,7 @@ def test_moments_without_a_number_of_steps_are_refused_before_anything_is_loaded
     with make(nvme_path, CASES["forward"]) as engine:
         train(engine, 2)
         before = weights(engine)
-        with pytest.raises(infinity.CheckpointError, match="has moments and no number of steps"):
+        with pytest.raises(infinity.CheckpointError, match="has moments but no number of steps"):
             engine.load_checkpoint(tmp_path)
         assert not differences(([], before), ([], weights(engine)))
 

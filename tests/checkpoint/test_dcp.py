@@ -284,7 +284,7 @@ def test_a_state_that_is_not_complete_is_refused_before_anything_is_written(
 
     with engine_for(nvme_path) as engine:
         monkeypatch.setattr(checkpoint, "_state_of", without)
-        with pytest.raises(infinity.CheckpointError, match=r"one is refused \(.*: the checkpoint before it stays"):
+        with pytest.raises(infinity.CheckpointError, match=r"one is refused \(.*: the previous checkpoint stays"):
             engine.save_checkpoint(tmp_path, tag="one")
     assert not list(tmp_path.iterdir())
 
@@ -450,7 +450,7 @@ def test_a_name_that_something_else_bears_is_told_before_anything_is_written(
     if (name, kind) == ("latest", "file"):
         saved(tmp_path / "root", "one")
         return
-    with pytest.raises(infinity.CheckpointError, match=f"{name} is (there already|no file).*move it away"):
+    with pytest.raises(infinity.CheckpointError, match=f"{name} (exists already|is not a file).*move it away"):
         saved(tmp_path / "root", "one")
     assert contents(tmp_path) == before
 
@@ -585,7 +585,7 @@ def test_one_wrong_bit_is_found_before_anything_is_loaded(name: str, nvme_path: 
         content = bytearray((tmp_path / "one" / name).read_bytes())
         content[len(content) // 2] ^= 4
         (tmp_path / "one" / name).write_bytes(content)
-        with pytest.raises(infinity.CheckpointError, match=rf"{name} is damaged \(its bytes are not those"):
+        with pytest.raises(infinity.CheckpointError, match=rf"{name} is damaged \(its bytes have changed"):
             engine.load_checkpoint(tmp_path)
         assert steps(engine, 0, 1) == expected
 

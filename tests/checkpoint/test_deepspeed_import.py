@@ -247,11 +247,11 @@ def test_which_one_is_read(save: Save, tmp_path: Path) -> None:
     assert import_deepspeed(theirs, tmp_path / "out", dry=True).source.kind == "ZeRO stage 1"
     other = import_deepspeed(theirs, tmp_path / "out", tag=f"{TAG}_universal", dry=True)
     assert other.source.kind == "universal"
-    for tag, why in {"../x": "one folder name", "": "one folder name", "none": "no checkpoint of DeepSpeed"}.items():
+    for tag, why in {"../x": "one folder name", "": "one folder name", "none": "not a DeepSpeed checkpoint"}.items():
         with pytest.raises(infinity.CheckpointError, match=why):
             import_deepspeed(theirs, tmp_path / "out", tag=tag)
     (theirs / "latest").write_text("gone")
-    with pytest.raises(infinity.CheckpointError, match=r"theirs/gone is no checkpoint of DeepSpeed"):
+    with pytest.raises(infinity.CheckpointError, match=r"theirs/gone is not a DeepSpeed checkpoint"):
         import_deepspeed(theirs, tmp_path / "out")
     with pytest.raises(infinity.CheckpointError, match="is not a folder"):
         import_deepspeed(theirs / "nothing", tmp_path / "out")
@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the last rank's optimizer is missing": (
         lambda folder: optimizer_file(folder, 1).unlink(),
-        "has files of 1 ranks and is of 2: copy the files of all its ranks",
+        "has files of 1 ranks instead of 2: copy the files of all its ranks",
     ),
     "a rank's model state is missing": (
         lambda folder: model_file(folder).unlink(),
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "the last rank's model state is missing": (
         lambda folder: model_file(folder, 1).unlink(),
-        "has files of 1 ranks and is of 2: copy the files of all its ranks",
+        "has files of 1 ranks instead of 2: copy the files of all its ranks",
     ),
     "no optimizer": (
         lambda folder: [optimizer_file(folder, rank).unlink() for rank in range(2)],
@@ -313,31 +313,31 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change(model_file(folder), mp_world_size=2),
         "tensor- or pipeline-parallel",
     ),
-    "pipeline": (lambda folder: (folder / "layer_03-model_00-model_states.pt").touch(), "of a pipeline"),
+    "pipeline": (lambda folder: (folder / "layer_03-model_00-model_states.pt").touch(), "of a pipeline-parallel run"),
     "experts": (
         lambda folder: (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(),
-        "files of experts",
+        "expert files",
     ),
     "swap files": (lambda folder: (folder / "offloaded_tensors").mkdir(), "swap files"),
     "another optimizer": (
         lambda folder: change(model_file(folder), ds_config={"optimizer": {"type": "Lion"}}),
-        "is of the optimizer Lion, and only Adam and AdamW go over",
+        "is of the optimizer Lion, but only Adam and AdamW",
     ),
     "another optimizer's state": (
         lambda folder: change(
             optimizer_file(folder), optimizer_state_dict__optimizer_state_dict__state={0: {"step": 1, "momentum": 2}}
         ),
-        r"no Adam \(its state is momentum, step\)",
+        r"not Adam \(its state is momentum, step\)",
     ),
     "8-bit moments": (
         lambda folder: change(
             optimizer_file(folder), optimizer_state_dict__optimizer_state_dict__state={0: {"state1": 1, "qmap1": 2}}
         ),
-        r"no Adam \(its state is qmap1, state1\)",
+        r"not Adam \(its state is qmap1, state1\)",
     ),
     "another layout": (
         lambda folder: change(model_file(folder), param_shapes=None),
-        "is not as DeepSpeed",
+        "is not in the format of DeepSpeed",
     ),
     "fewer elements": (
         lambda folder: change(optimizer_file(folder, 1), optimizer_state_dict__fp32_flat_groups__0=torch.zeros(7)),
@@ -349,7 +349,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a config that is none": (
         lambda folder: change(model_file(folder), ds_config={"optimizer": [1]}),
-        "is not as DeepSpeed",
+        "is not in the format of DeepSpeed",
     ),
     "a shape that is none": (
         lambda folder: change(model_file(folder), **{"param_shapes__0__embedding.weight": (-11, -32)}),
@@ -361,7 +361,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "steps before the first": (
         lambda folder: [change(model_file(folder, rank), global_steps=-1) for rank in range(2)],
-        "the number -1, which can't be",
+        "impossible number -1",
     ),
     "steps without end": (
         lambda folder: [
@@ -375,7 +375,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "half a step": (
         lambda folder: change(model_file(folder), skipped_steps=0.5),
-        r"the number 0\.5, which can't be",
+        r"impossible number 0\.5",
     ),
     "a learning rate that is none": (
         lambda folder: change(
@@ -387,7 +387,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change(
             model_file(folder), shared_params=dict.fromkeys(["head.weight", "scale"], "embedding.weight")
         ),
-        "two values under a name",
+        "two values under one name",
     ),
     "a schedule of steps without end": (
         lambda folder: change(model_file(folder), lr_scheduler={"last_batch_iteration": math.inf}),
@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an object for a tensor": (
         lambda folder: change(model_file(folder), module__scale=Path("x")),
-        "there is no tensor but a pathlib",
+        "expected a tensor, got a pathlib",
     ),
 }
 
@@ -420,7 +420,7 @@ def test_out_must_be_free_and_have_the_space(
     save.write_stage3(tmp_path / "theirs")
     before = sorted(tmp_path.iterdir())
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "theirs")]) == 1
-    assert "is there already: remove it, or name another folder" in capsys.readouterr().err
+    assert "exists already: remove it, or name another folder" in capsys.readouterr().err
     with monkeypatch.context() as patched:
         patched.setattr("infinity.checkpoint.checks.free_bytes", lambda path: 4000)
         assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
@@ -464,7 +464,7 @@ def test_a_file_that_shrinks_meanwhile_leaves_nothing(
 
     monkeypatch.setattr(piecewise.UnreadState, "write", shrinking)
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
-    assert "became shorter while it was read: start anew" in capsys.readouterr().err
+    assert "became shorter while it was read: start again" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 
 

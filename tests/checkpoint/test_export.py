@@ -183,8 +183,8 @@ def test_what_cannot_be_is_an_error_in_a_line(
         return err
 
     before = sorted(saved.parent.iterdir())
-    assert "is there already" in told(str(saved), str(saved))
-    assert "is there already" in told(str(saved), str(saved / "latest"))
+    assert "exists already" in told(str(saved), str(saved))
+    assert "exists already" in told(str(saved), str(saved / "latest"))
     assert "File exists" in told(str(saved), str(saved / "latest" / "out"))
     assert "is not a folder" in told(str(tmp_path / "nothing"), str(tmp_path / "out"))
     with monkeypatch.context() as patched:
@@ -202,7 +202,7 @@ def test_what_cannot_be_is_an_error_in_a_line(
     content = bytearray(arena.read_bytes())
     content[len(content) // 2] ^= 1
     arena.write_bytes(content)
-    assert "rank0.arena is damaged (its bytes are not" in told(str(saved), str(tmp_path / "out"))
+    assert "rank0.arena is damaged (its bytes have changed" in told(str(saved), str(tmp_path / "out"))
     assert sorted(saved.parent.iterdir()) == before
 
 

@@ -42,7 +42,7 @@ def drop_a_step(unpaged_state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (drop_a_step, "blocks.1.up.weight has moments and no number of steps"),
+        (drop_a_step, "blocks.1.up.weight has moments but no number of steps"),
         (lambda unpaged_state: unpaged_state["buffers"].popitem(), "other parameter groups or buffers"),
         (lambda unpaged_state: unpaged_state["param_groups"].clear(), "other parameter groups or buffers"),
         (lambda unpaged_state: unpaged_state.pop("rng"), "lacks rng"),

@@ -186,7 +186,7 @@ def test_a_save_that_fails_does_not_lose_the_summary(nvme_path: Path, tmp_path: 
     arguments = ["--nvme-path", str(nvme_path), "--save", str(tmp_path), "--json", str(tmp_path / "summary.json")]
     done = run(*arguments, check=False)
     assert done.returncode == 1
-    assert "global_step3 is there already" in done.stderr
+    assert "global_step3 exists already" in done.stderr
     assert "held-out loss" in done.stdout
     assert len(losses(tmp_path / "summary.json")) == 3
 

@@ -264,8 +264,8 @@ def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path, capsys: py
     (tmp_path / "empty").mkdir()
     for folder, words in (
         ("dora", "has use_dora"),
-        ("empty", "is no adapter that PEFT has saved"),
-        ("none", "is no adapter"),
+        ("empty", "is not an adapter saved by PEFT"),
+        ("none", "is not an adapter"),
     ):
         assert ckpt.main(["merge", str(base), str(tmp_path / folder), str(tmp_path / "out")]) == 1
         assert words in capsys.readouterr().err
