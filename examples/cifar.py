@@ -1,7 +1,7 @@
-"""CIFAR-10 as scripts written for DeepSpeed train it, with one line changed: the import.
+"""CIFAR-10 training from a script for DeepSpeed, with one changed line: the import.
 
-A small convolutional net, its config from a JSON file, launched by torchrun. The images are made here, in CIFAR-10's shape (3 ×
-32 × 32, ten classes: a pattern each, under noise), so that nothing has to be downloaded.
+A small convolutional net, its config from a JSON file, launched by torchrun. The images are synthetic and have
+CIFAR-10's shape (3 × 32 × 32, ten classes: a pattern each, under noise), so that nothing has to be downloaded.
 
     torchrun --nproc-per-node 2 examples/cifar.py --deepspeed_config examples/cifar.json
 """
@@ -62,7 +62,7 @@ def add_argument() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small convolutional net on images like CIFAR-10's.")
     parser.add_argument("-e", "--epochs", type=int, default=2, help="passes over the images (default: 2)")
     parser.add_argument("--images", type=int, default=1600, help="images to train on (default: 1600)")
-    parser.add_argument("--log-interval", type=int, default=10, help="steps between two lines (default: 10)")
+    parser.add_argument("--log-interval", type=int, default=10, help="steps between two log lines (default: 10)")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
     parser = deepspeed.add_config_arguments(parser)
     parser.set_defaults(deepspeed_config=str(Path(__file__).with_suffix(".json")))
@@ -104,7 +104,7 @@ def main() -> None:
 
 @torch.no_grad()
 def test(model_engine: deepspeed.Engine) -> float:
-    """The share of held-out images that the net recognises; every rank looks at all of them."""
+    """Return the share of held-out images that the net recognises; every rank evaluates all of them."""
     model_engine.eval()
     correct = total = 0
     for images, labels in DataLoader(Images(500, seed=2), batch_size=100):

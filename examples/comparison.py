@@ -1,4 +1,4 @@
-"""The training of train_lm.py by plain PyTorch held in memory, timed now and then beside it: what who has the memory waits."""
+"""Times the training of train_lm.py in plain PyTorch, in memory, at intervals during the run, for comparison."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from infinity.cli.plain_torch import PlainStep, PlainTorch, plain_process
 from infinity.plan.transformer import dense_transformer
 
 TIMES = 5
-"""Steps of plain PyTorch in a training that is long enough."""
+"""Timed steps of plain PyTorch, if the training is long enough."""
 
 
 def make_training(
     shape: GPTConfig, samples: int, device: torch.device
 ) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """The model on `device`, and its loss on a new batch; called in the other process."""
+    """Create the model on `device`, and a function that computes its loss on a new batch. Runs in the other process."""
     with device:
         model = GPT(shape)
 
@@ -46,7 +46,7 @@ class Comparison:
         comparable = engine.world_size == 1 and engine.config.bf16.enabled and getattr(optimizer, "type", "") == "AdamW"
         asked = not (args.in_memory or args.no_compare)
         if asked and not comparable:
-            report("plain PyTorch in memory is left out: it is one rank's, in bf16 with AdamW")
+            report("plain PyTorch in memory is left out: it needs one rank, bf16 and AdamW")
         self._goes_on = asked and comparable
         self._every = max(2, (args.steps - engine.global_steps) // TIMES)
         self._steps: list[PlainStep] = []
@@ -65,10 +65,10 @@ class Comparison:
         )
 
     def step_after(self, number: int) -> bool:
-        """Whether it stepped after the training's step of this `number`, counted from 1: it does after every few."""
+        """Step after every few steps of the training; `number` counts these from 1. Returns True if it stepped."""
         if not self._goes_on or number % self._every:
             return False
-        if self._plain is None:  # only now, when the training holds all the memory that it takes
+        if self._plain is None:  # only now that the training holds all of its memory
             self._plain = PlainTorch(self._stack.enter_context(self._process()), self._report)
         self._plain.step()  # during the training's last writes: not counted
         step = self._plain.step()
@@ -80,7 +80,7 @@ class Comparison:
         return True
 
     def summary(self) -> dict[str, float | None]:
-        """Medians of its steps; None where it was left out."""
+        """Return medians of its steps; None if it was left out."""
         figures: dict[str, Callable[[PlainStep], float]] = {
             "seconds": lambda step: step.seconds,
             "cpu_seconds_per_step": lambda step: step.usage.cpu_seconds,

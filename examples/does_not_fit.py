@@ -1,7 +1,7 @@
-"""Step a model that would not fit: 1 B parameters under a hard limit of 4 GiB, then plain PyTorch under the same.
+"""Train a model that does not fit: 1 B parameters under a hard limit of 4 GiB, then plain PyTorch under the same.
 
 python examples/does_not_fit.py                               three steps; needs 13 to 21 GiB on the drive
-python examples/does_not_fit.py --params 200M --limit 2GiB    a smaller one
+python examples/does_not_fit.py --params 200M --limit 2GiB    a smaller model
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
 STATE_BYTES = 12
-"""Per parameter on the drive: compute parameter, remainder, two moments."""
+"""Bytes per parameter on the drive: compute parameter, remainder, two moments."""
 WRITTEN_TWICE = 1.1
-"""More than so many times the state written in a step: some of it twice."""
+"""Ratio of written bytes to state above which a step has written some of it twice."""
 IN_MEMORY_BYTES = 18
-"""Per parameter of plain PyTorch: the bf16 model, and in fp32 the master, its gradient, two moments."""
+"""Bytes per parameter of plain PyTorch: the bf16 model, and in fp32 the master, its gradient, two moments."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--params", default="1B", help="parameters of the model (default: %(default)s)")
-    parser.add_argument("--limit", default="4GiB", help="all memory that the training may have (default: %(default)s)")
+    parser.add_argument("--limit", default="4GiB", help="memory limit of the training (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: %(default)s)")
     parser.add_argument(
         "--pinned-bytes-max",
-        help="pinned memory, of the limit (default: an eighth, or a quarter on a CPU that computes in fp32)",
+        help="pinned memory, within the limit (default: an eighth, or a quarter on a CPU that computes in fp32)",
     )
-    parser.add_argument("--context", type=int, default=256, help="tokens of the one sequence (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the sequence (default: %(default)s)")
     parser.add_argument(
-        "--nvme-path", type=Path, default=HERE.parent / ".nvme", help="(default: .nvme in the checkout)"
+        "--nvme-path",
+        type=Path,
+        default=HERE.parent / ".nvme",
+        help="folder on the drive (default: .nvme in the checkout)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what came out of it there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
     try:
         args.numel, args.limit_bytes = parse_count(args.params), parse_bytes(args.limit)
@@ -70,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     console.print(
         f"{args.params} parameters take {args.steps} steps within {args.limit} of memory, with {format_bytes(needed)} or more "
-        f"in {args.nvme_path}; then the same is tried in memory. About {1 + 4 * args.numel / 1e9:.0f} minutes on two cores."
+        f"in {args.nvme_path}; then the same runs in memory. About {1 + 4 * args.numel / 1e9:.0f} minutes on two cores."
     )
     with memory_limit(args.limit_bytes) as limit, tempfile.TemporaryDirectory() as scratch:
         console.rule(f"{args.params} parameters, {args.steps} steps within {args.limit} ({limit.in_words})")
@@ -94,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def memory_of(args: argparse.Namespace) -> list[object]:
-    """The pool, and what bounds the gradients, which have 4 bytes in fp32."""
+    """Return the options for the pool and, in fp32, for the gradients, which then have 4 bytes."""
     if torch.cuda.is_available() or cpu_multiplies_fast_in(torch.bfloat16):
         return ["--pinned-bytes-max", args.pinned_bytes_max or args.limit_bytes // 8]
     pinned = args.pinned_bytes_max or args.limit_bytes // 4
@@ -108,7 +111,7 @@ def training(args: argparse.Namespace, *more: object) -> list[str]:
 
 
 def in_words(status: int) -> str:
-    """How a process ended."""
+    """Describe how a process ended."""
     if status == -signal.SIGKILL:
         return "by the kernel, out of memory"
     if status < 0:
@@ -138,16 +141,16 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
     console.print(table)
     in_fp32 = "--gradient-bytes-max" in memory_of(args)
     gradient_bytes = (4 if in_fp32 else 2) * summary["params"]
-    reasons = ["weights have 4 bytes and not 2, as this CPU computes in fp32: 16 B read"] if in_fp32 else []
+    reasons = ["weights have 4 bytes instead of 2, as this CPU computes in fp32: 16 B read"] if in_fp32 else []
     if summary["gradient_bytes"] < 0.9 * gradient_bytes:
         reasons.append(
             f"most gradients, {gradient_bytes // summary['params']} B per parameter, are written and read again, as "
-            f"{args.limit} have no room for them"
+            f"{args.limit} has no room for them"
         )
     if moved[1] > WRITTEN_TWICE * STATE_BYTES:
         reasons.append(
-            "these first steps are clipped, so what the backward updated ahead of them is discarded and updated again: later "
-            "steps of a run move less"
+            "these first steps are clipped, so their speculative updates are discarded and made again: later steps of "
+            "a run move less"
         )
     if reasons:
         console.print(f"A step in bf16 whose gradients stay in memory reads 14 B. Here {'; and '.join(reasons)}.")
@@ -159,12 +162,12 @@ def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary
     else:
         console.print(f"In memory, the same fits within {args.limit}: ask for more --params.")
     console.print(
-        f"With infinity, within {args.limit}: {len(losses)} steps, in {format_bytes(summary['peak_rss_bytes'])} at most.",
+        f"With infinity, within {args.limit}: {len(losses)} steps, peak {format_bytes(summary['peak_rss_bytes'])}.",
         style="bold",
     )
     console.print(
         f"Next: infinity-bench plan {args.nvme_path} --params 8B says what trains on this machine; docs/quickstart.md "
-        "trains a model of your own."
+        "shows how to train your own model."
     )
 
 

@@ -1,7 +1,7 @@
-"""Fine-tune a model with LoRA whose frozen weights stay in the files that it was downloaded in.
+"""Fine-tune a model with LoRA; its frozen weights stay in the downloaded files.
 
 python examples/finetune_lora.py --model DIR                a model of Hugging Face: config.json and safetensors
-python examples/finetune_lora.py --params 1B                one with random weights, made on the spot and removed
+python examples/finetune_lora.py --params 1B                a temporary one with random weights
 python examples/finetune_lora.py --model DIR --in-memory    the same training, all in memory: the same losses
 torchrun --nproc-per-node 2 examples/finetune_lora.py --model DIR      sharded over two ranks
 
@@ -40,8 +40,8 @@ TEXT_BYTES_MAX = 4 << 20
 
 
 def give_large_blocks_back() -> None:
-    """Give blocks of 4 MiB and more, gathered weights above all, back to the kernel when they are freed. Left alone, glibc
-    raises that limit, and keeps 0.4 GiB here that nobody uses."""
+    """Return freed blocks of 4 MiB and more, mainly gathered weights, to the kernel. By default glibc raises that
+    limit, and keeps 0.4 GiB here unused."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD
 
@@ -49,13 +49,13 @@ def give_large_blocks_back() -> None:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="Ctrl-C ends the run. Nothing is ever written to the model's files.",
+        epilog="Ctrl-C ends the run. The model's files are never written to.",
     )
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences to a step (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences per step (default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="a text file (default: the source of Python's standard library)")
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned host memory, such as "1GiB" (default: auto)')
@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def model_folder(asked: argparse.Namespace) -> Iterator[tuple[Path, float]]:
-    """The folder of the model's files, made if they are to be, and removed then; seconds that making them took. A
+    """Yield the folder of the model's files, created and later removed if need be, and the seconds to create them. A
     collective."""
     if asked.model is not None:
         yield asked.model, 0.0
@@ -90,7 +90,7 @@ def model_folder(asked: argparse.Namespace) -> Iterator[tuple[Path, float]]:
 
 
 def load_tokens(asked: argparse.Namespace, folder: Path) -> torch.Tensor:
-    """The training text as tokens: by the model's tokenizer, or bytes where the model was made."""
+    """Return the training text as tokens of the model's tokenizer, or as bytes for a model created here."""
     if asked.data is not None:
         text = asked.data.read_bytes()[:TEXT_BYTES_MAX]
     else:
@@ -105,7 +105,7 @@ def load_tokens(asked: argparse.Namespace, folder: Path) -> torch.Tensor:
 
 
 def make_engine(asked: argparse.Namespace, folder: Path) -> infinity.Engine:
-    """The model with adapters, built without memory; its weights stay in `folder`."""
+    """Return an engine of the model with adapters, built without memory; its weights stay in `folder`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -133,7 +133,7 @@ def make_engine(asked: argparse.Namespace, folder: Path) -> infinity.Engine:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """(read, written) of this process by the kernel's count, page cache and drives alike; (0, 0) where it keeps none."""
+    """Return (read, written) bytes of this process by the kernel's counters; (0, 0) if it has none."""
     try:
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return int(counts["read_bytes"]), int(counts["write_bytes"])
@@ -144,7 +144,7 @@ def moved_bytes() -> tuple[int, int]:
 def train(
     asked: argparse.Namespace, engine: infinity.Engine, tokens: torch.Tensor, make_seconds: float
 ) -> dict[str, Any]:
-    """The figures of the training."""
+    """Train, and return the figures."""
     frozen = sum(p.numel() for p in engine.module.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
     tell(f"{format_count(trained)} of {format_count(frozen + trained)} parameters are trained")
@@ -163,7 +163,7 @@ def train(
         seconds.append(time.perf_counter() - began)
         moved.append(moved_bytes())
         tell(f"step {number + 1:>4}/{asked.steps}  loss {losses[-1]:.4f}  {seconds[-1]:.2f} s")
-    first = min(1, asked.steps - 1)  # the first step loads code, too, if there is another one to count
+    first = min(1, asked.steps - 1)  # the first step also loads code; skip it if there is another
     read, written = (moved[-1][i] - moved[first][i] for i in (0, 1))
     figures = {
         "frozen_parameters": frozen,

@@ -1,7 +1,7 @@
-"""Generate text by a model that may be larger than memory; its weights are streamed from the files it was downloaded in.
+"""Generate text with a model that may be larger than memory; its weights are streamed from the downloaded files.
 
 python examples/generate.py --model DIR --prompt "Once upon"     a model of Hugging Face: config.json, safetensors, tokenizer
-python examples/generate.py --params 1B                          one with random weights, made on the spot and removed
+python examples/generate.py --params 1B                          a temporary one with random weights
 python examples/generate.py --model DIR --pinned-bytes-max 2GiB  in a fixed amount of pinned memory
 
 Needs transformers, and says how to install it if it is missing.
@@ -39,15 +39,15 @@ from infinity.units import format_bytes  # noqa: E402
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="Ctrl-C ends the run. Nothing is ever written to the model's files.",
+        epilog="Ctrl-C ends the run. The model's files are never written to.",
     )
     add_model_arguments(parser)
-    parser.add_argument("--prompt", action="append", help="a text to go on with; several are generated at once")
+    parser.add_argument("--prompt", action="append", help="text to continue; several are generated at once")
     parser.add_argument("--tokens", type=int, default=16, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
         "--pinned-bytes-max",
         default="auto",
-        help='pinned host memory, such as "2GiB" (default: auto, as much of the model as half of the free memory holds)',
+        help='pinned host memory, such as "2GiB" (default: auto, as much of the model as fits half of the free memory)',
     )
     parser.add_argument("--in-memory", action="store_true", help="hold all weights in memory instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens, bytes and seconds there")
@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Texts:
-    """Between text and tokens: the model's tokenizer, or bytes where the model was made."""
+    """Conversion of text and tokens: by the model's tokenizer, or as bytes for a model created here."""
 
     def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
         self.tokenizer: Any = None

@@ -1,7 +1,7 @@
-"""A small GPT over bytes: pre-norm blocks, learned positions, tied output. Nothing in it knows of infinity.
+"""A small GPT over bytes: pre-norm blocks, learned positions, tied output. It does not depend on infinity.
 
-Every module that owns parameters gives them their first values in `reset_parameters`, so the model can be built on the meta
-device and filled later.
+Every module with parameters initialises them in `reset_parameters`, so the model can be built on the meta device and
+filled later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GPTConfig:
 
 
 def config_for(numel: int, context: int, *, checkpoint_activations: bool = False) -> GPTConfig:
-    """The shape nearest to `numel` parameters among those about as wide as 64 times their depth."""
+    """Return the shape nearest to `numel` parameters among those about as wide as 64 times their depth."""
     shapes = [
         GPTConfig(layers, 64 * k, context, checkpoint_activations) for layers in range(2, 129) for k in range(1, 129)
     ]

@@ -1,4 +1,4 @@
-"""A Llama with random weights, made on the spot, as the files of a downloaded model lie in a folder. For examples.
+"""Creates a Llama with random weights, in a folder like that of a downloaded model. For examples.
 
 python examples/made_model.py DIR 1B     writes config.json and safetensors in bf16
 """
@@ -31,32 +31,32 @@ STD = 0.02
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model: a downloaded one, or one that is made; and where that is made."""
+    """Add the options for the model: a downloaded one, or one to create and where."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--model", type=Path, metavar="DIR", help="folder of a downloaded model: config.json, safetensors"
     )
-    which.add_argument("--params", type=parse_count, help="make a model of so many parameters, such as 200M or 1B")
+    which.add_argument("--params", type=parse_count, help="create a model of this many parameters, such as 200M or 1B")
     parser.add_argument(
-        "--bits", type=int, choices=(4, 8, 16), default=16, help="of the matrices of a model that is made (4: NF4)"
+        "--bits", type=int, choices=(4, 8, 16), default=16, help="bits of a created model's matrices (4: NF4)"
     )
     parser.add_argument(
         "--nvme-path",
         type=Path,
         default=Path(__file__).resolve().parent.parent / ".nvme",
-        help="folder for a model that is made (default: .nvme in the checkout)",
+        help="folder for a created model (default: .nvme in the checkout)",
     )
 
 
 def check_model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """End with wrong usage where the folder holds no model."""
+    """Exit with a usage error if the folder holds no model."""
     if asked.model is not None and not (asked.model / "config.json").is_file():
         parser.error(f"--model {asked.model}: there is no config.json; name the folder of a downloaded model")
 
 
 @contextlib.contextmanager
 def made_model(asked: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[tuple[Path, float]]:
-    """The folder of a model that is made, and removed at the end; seconds that making it took."""
+    """Yield the folder of a model that is created and finally removed, and the seconds to create it."""
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
         tell(f"writing {format_count(asked.params)} random parameters to {folder}")
@@ -64,7 +64,7 @@ def made_model(asked: argparse.Namespace, tell: Callable[[str], None]) -> Iterat
 
 
 def config_for(numel: int) -> LlamaConfig:
-    """The shape nearest to `numel` parameters among those about as wide as 128 times their depth."""
+    """Return the shape nearest to `numel` parameters among those about as wide as 128 times their depth."""
     from transformers import LlamaConfig
 
     shapes = [(layers, 256 * k) for layers in range(2, 81) for k in range(1, 33)]
@@ -95,14 +95,14 @@ def _numel(layers: int, width: int) -> int:
 
 
 def make_model(folder: Path, numel: int, bits: int) -> float:
-    """As `write_model`, in a process of its own, whose memory isn't this one's. Seconds that it took."""
+    """Run `write_model` in a separate process with its own memory. Returns the seconds that it took."""
     began = time.time()
     subprocess.run([sys.executable, __file__, str(folder), str(numel), str(bits)], check=True)
     return time.time() - began
 
 
 def write_model(folder: Path, numel: int, bits: int = 16) -> None:
-    """Write config.json and safetensors into `folder`, a file at a time. `bits`: of the matrices of a layer; else bf16."""
+    """Write config.json and safetensors into `folder`, a file at a time. bits: of a layer's matrices, else 16."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_for(numel)
     config.save_pretrained(folder)
@@ -127,7 +127,7 @@ def write_model(folder: Path, numel: int, bits: int = 16) -> None:
 
 
 def _coded(name: str, weight: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
-    """A matrix as bitsandbytes has it in safetensors."""
+    """Return a matrix as bitsandbytes stores it in safetensors."""
     if bits == 16:
         return {name: weight}
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit

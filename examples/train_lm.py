@@ -1,10 +1,10 @@
-"""Train a byte-level language model whose parameters and optimizer state rest on NVMe.
+"""Train a byte-level language model whose parameters and optimizer state are on NVMe.
 
 python examples/train_lm.py                          40 M parameters on the source of Python's standard library
-python examples/train_lm.py --params 1B --steps 3    a larger one
+python examples/train_lm.py --params 1B --steps 3    a larger model
 python examples/train_lm.py --in-memory              the same training without offload: the oracle
 torchrun --nproc-per-node 2 examples/train_lm.py     sharded over two ranks
-python examples/train_lm.py --durability step --resume      goes on where it was killed, as if it never had been
+python examples/train_lm.py --durability step --resume      resumes exactly where it was killed
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SAMPLE_BYTES = 96
 
 
 def some_path(text: str) -> Path:
-    """A path from the command line; an empty one is a variable that was not set, not the current folder."""
+    """Parse a path. An empty one is rejected: it is an unset variable, not the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
     return Path(text)
@@ -62,7 +62,7 @@ def some_path(text: str) -> Path:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="Ctrl-C ends the run; without --durability step that gives the space on the drive back.",
+        epilog="Ctrl-C ends the run; without --durability step that frees the space on the drive.",
     )
     parser.add_argument(
         "--config",
@@ -86,24 +86,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--gradient-bytes-max",
-        help="host memory in which gradients wait; the others wait on the drive (default: the config's)",
+        help="host memory for waiting gradients; the others wait on the drive (default: the config's)",
     )
-    parser.add_argument("--batch-size", type=int, help="sequences per rank and micro-batch, where the config says auto")
+    parser.add_argument("--batch-size", type=int, help="sequences per rank and micro-batch, if the config says auto")
     parser.add_argument("--context", type=int, default=256, help="bytes per sequence (default: %(default)s)")
     parser.add_argument(
         "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass"
     )
     parser.add_argument(
-        "--lr", type=float, help="learning rate, where the config says auto (default: 4 / (hidden size * blocks))"
+        "--lr", type=float, help="learning rate, if the config says auto (default: 4 / (hidden size * blocks))"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of first values, batches and samples (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of initial values, batches and samples (default: %(default)s)"
     )
     parser.add_argument("--save", type=some_path, metavar="DIR", help="write a checkpoint there at the end")
     parser.add_argument(
         "--durability",
         choices=("none", "step"),
-        help="whether every step stays on the drive when the process ends (default: the config's, or none)",
+        help="step: every step survives the process, on the drive (default: the config's, or none)",
     )
     parser.add_argument(
         "--resume",
@@ -111,22 +111,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         const=True,
         type=some_path,
         metavar="DIR",
-        help="go on from the latest checkpoint there; without DIR from the last step of a run with --durability step, from "
-        "the first where there is none",
+        help="resume from the latest checkpoint there; without DIR from the last step of a run with --durability step, "
+        "or start it",
     )
     parser.add_argument(
         "--no-compare",
         action="store_true",
         help="don't time plain PyTorch in memory, which takes 18 bytes per parameter",
     )
-    parser.add_argument("--sample", action="store_true", help="sample text at the end; good text takes --steps 2000")
+    parser.add_argument("--sample", action="store_true", help="sample text at the end; good text needs --steps 2000")
     parser.add_argument("--no-sample", dest="sample", action="store_false", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
     parser.add_argument(
         "--trace",
         type=some_path,
         metavar="FILE",
-        help="write what rank 0 did when in the last step, for ui.perfetto.dev",
+        help="write a timeline of rank 0's last step, for ui.perfetto.dev",
     )
     args = parser.parse_args(argv)
     if args.trace and args.in_memory:
@@ -155,7 +155,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def block_of(config: Any, *path: str) -> dict[str, Any]:
-    """A block of the config to change in place; an empty one where it is missing or no block, which initialize tells."""
+    """Return a block of the config to change in place; an empty one if it is missing or invalid (see initialize)."""
     for name in path:
         config = config.get(name)
         if not isinstance(config, dict):
@@ -165,7 +165,7 @@ def block_of(config: Any, *path: str) -> dict[str, Any]:
 
 
 def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any]:
-    """The config file with its autos filled from the command line, and the device of --in-memory."""
+    """Return the config file with its autos filled from the command line, and the device of --in-memory."""
     try:
         config: Any = json.loads(args.config.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -180,7 +180,7 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
     of_bf16 = block_of(config, "bf16")
     if of_bf16.get("enabled") == "auto":
         fast = torch.cuda.is_available() or cpu_multiplies_fast_in(torch.bfloat16)
-        of_bf16["enabled"] = fast or args.numel < 1_000_000  # so small a model takes a moment either way
+        of_bf16["enabled"] = fast or args.numel < 1_000_000  # small models are fast either way
     lr = 4 / (shape.hidden_size * shape.layers) if args.lr is None else args.lr
     warmup = max(10, args.steps // 10)
     fill = {"lr": lr, "total_num_steps": max(args.steps, 2 * warmup), "warmup_num_steps": warmup}
@@ -203,14 +203,14 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
         if value is not None:
             config.setdefault("infinity", {})
             block_of(config, "infinity")[key] = value
-    if "infinity" in config:  # the config's word, where the command line has none: for what is said at the end
+    if "infinity" in config:  # the config's value if the command line has none, for the last message
         args.durability = block_of(config, "infinity").get("durability")
     checked: dict[str, Any] = config
     return checked
 
 
 def check_writable(args: argparse.Namespace) -> None:
-    """Raise ConfigError now where --save, --json or --trace could only fail after the training."""
+    """Raise ConfigError now if --save, --json or --trace would fail after the training."""
     try:
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def check_writable(args: argparse.Namespace) -> None:
 
 
 def check_room(engine: infinity.Engine, folder: Path) -> None:
-    """Raise ConfigError now where the checkpoint, masters and moments in fp32, could only fail for space after the training."""
+    """Raise ConfigError now if there is too little space for the checkpoint: masters and moments in fp32."""
     momentum = getattr(engine.config.optimizer, "momentum", None)
     moments = 2 if momentum is None else int(momentum > 0)
     needed, usage = 4 * (1 + moments) * engine.numel, shutil.disk_usage(folder)
@@ -239,7 +239,7 @@ def check_room(engine: infinity.Engine, folder: Path) -> None:
 
 
 def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(training bytes, held-out bytes) as uint8: every 20th file is held out, or the end of a single one."""
+    """Return (training bytes, held-out bytes) as uint8: every 20th file is held out, or the end of a single one."""
     root = path or Path(sysconfig.get_paths()["stdlib"])
     if root.is_file():
         raw = torch.frombuffer(bytearray(root.read_bytes()[:TEXT_BYTES_MAX]), dtype=torch.uint8)
@@ -265,7 +265,7 @@ def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
 def batch_of(
     text: torch.Tensor, size: int, context: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size` random pieces of the text and what follows each byte of them (int64)."""
+    """Return `size` random pieces of the text, and the byte after each of their bytes (int64)."""
     starts = torch.randint(0, len(text) - context - 1, (size,), generator=generator)
     pieces = torch.stack([text[s : s + context + 1] for s in starts.tolist()]).long()
     return pieces[:, :-1], pieces[:, 1:]
@@ -277,7 +277,7 @@ def loss_of(engine: infinity.Engine, batch: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def held_out_loss(engine: infinity.Engine, text: torch.Tensor, args: argparse.Namespace) -> float:
-    """Mean over a few fixed batches, the same on every rank."""
+    """Return the mean loss over a few fixed batches, the same on every rank."""
     generator = torch.Generator().manual_seed(args.seed + 1)
     engine.eval()
     with torch.no_grad():
@@ -290,7 +290,7 @@ def held_out_loss(engine: infinity.Engine, text: torch.Tensor, args: argparse.Na
 
 
 def sample(engine: infinity.Engine, args: argparse.Namespace) -> list[str]:
-    """A line of text for each prompt; every new byte is a forward pass through the whole model, from the drive."""
+    """Return a line of text for each prompt; every new byte is a forward of the whole model, from the drive."""
     generator = torch.Generator().manual_seed(args.seed)
     width = max(map(len, PROMPTS))
     tokens = torch.stack(
@@ -307,11 +307,11 @@ def sample(engine: infinity.Engine, args: argparse.Namespace) -> list[str]:
 
 
 def measure_drive(path: str, console: Console) -> infinity.DriveRates | None:
-    """What the drive gives now; None where it has no room to spare for the measurement."""
+    """Measure the drive; None if it has no room for the measurement."""
     try:
         return infinity.measure_drive(path)
     except infinity.StoreError as error:
-        console.print(f"the drive is not measured, and the lower bound does without it ({error})", style="yellow")
+        console.print(f"the drive is not measured, and the lower bound omits it ({error})", style="yellow")
         return None
 
 
@@ -320,24 +320,24 @@ def rate(bytes_per_s: float) -> str:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
-    """The most it ever was."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def train(
     engine: infinity.Engine, text: torch.Tensor, args: argparse.Namespace, console: Console, comparison: Comparison
 ) -> list[dict[str, Any]]:
-    """The steps, with progress; a record of each."""
+    """Take the steps, with progress. Returns a record of each."""
     rank = dist.get_rank()
     records: list[dict[str, Any]] = []
     accumulation = engine.gradient_accumulation_steps()
-    steady = False  # the first step also makes buffers and records the trace, and may have nothing to update
+    steady = False  # the first step also allocates buffers and records the trace, and may have nothing to update
     with progress_bar(console, enabled=rank == 0) as report:
         for step in range(engine.global_steps, args.steps):
             used_before = Usage.now()
@@ -381,12 +381,12 @@ def train(
                     console.print(f"{name}: {words}", highlight=False, soft_wrap=True)
             if comparison.step_after(len(records)):
                 engine.restart_clock()
-                steady = False  # the next step has no last writes of this one to share the drive with
+                steady = False  # the next step does not share the drive with this one's last writes
     return records
 
 
 class progress_bar:
-    """A live bar on a terminal, with the figures below it; a line now and then elsewhere."""
+    """A live bar on a terminal, with the figures below it; else a line at intervals."""
 
     def __init__(self, console: Console, *, enabled: bool) -> None:
         self.console = console
@@ -433,7 +433,7 @@ def summarize(
     rates: infinity.DriveRates | None,
     comparison: Comparison,
 ) -> dict[str, Any]:
-    """The closing figures of this rank; see the table for what they mean."""
+    """Return the closing figures of this rank; `show` names them."""
     shard_numel = engine.shard_numel
     steady = [r for r in records if r["steady"]] or records
     timed = ("seconds", "stall_seconds", "cpu_seconds", "minor_faults")
@@ -481,7 +481,7 @@ def summarize(
 
 
 def show(console: Console, summary: dict[str, Any]) -> None:
-    """The summary as a table."""
+    """Print the summary as a table."""
 
     def size(name: str) -> str:
         return format_bytes(summary[name])
@@ -524,7 +524,7 @@ def show(console: Console, summary: dict[str, Any]) -> None:
         if drive is not None:
             read, write, mixed = (rate(drive[f"{kind}_bytes_per_s"]) for kind in ("read", "write", "mixed"))
             rows.append(("drive, measured before", f"{read} read, {write} write, {mixed} mixed"))
-            rows.append(("  the step's bytes take it", f"{on_drive:.2f} s at its mixed rate"))
+            rows.append(("  time for the step's bytes", f"{on_drive:.2f} s at its mixed rate"))
         if (bound := summary["lower_bound_seconds"]) is not None:
             which = (
                 "the longer of the two"
@@ -546,7 +546,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     config = training_config(args, shape)
     if args.resume is True and args.durability != "step":
         raise infinity.ConfigError(
-            "--resume without a folder goes on with a run of --durability step: add that, or name the folder of a checkpoint"
+            "--resume without a folder resumes a run of --durability step: add that, or name the folder of a checkpoint"
         )
     if reports_here():
         check_writable(args)
@@ -580,7 +580,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         with Comparison(engine, shape, args, console) as comparison:
             records = train(engine, text, args, console, comparison)
         if not records:
-            raise infinity.ConfigError(f"it is at step {engine.global_steps} already: ask for more --steps")
+            raise infinity.ConfigError(f"the run is already at step {engine.global_steps}: raise --steps")
         facts: dict[str, Any] = {
             "held_out_loss_first": first,
             "held_out_loss_last": held_out_loss(engine, held_out, args),
@@ -591,7 +591,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             try:
                 engine.save_checkpoint(args.save)
             except infinity.CheckpointError as error:
-                facts["save_failed"] = str(error)  # what was trained is told all the same
+                facts["save_failed"] = str(error)  # the results are printed all the same
         if args.sample:
             console.print("sampling ...")
             facts["samples"] = sample(engine, args)
@@ -603,10 +603,10 @@ def reports_here() -> bool:
 
 
 def keep_heap_small() -> None:
-    """Give every large block back to the kernel when it is freed (glibc's M_MMAP_THRESHOLD, fixed at its first value).
+    """Return every large block to the kernel when it is freed (glibc's M_MMAP_THRESHOLD, fixed at its initial value).
 
-    Left alone, glibc keeps freed activations in a heap with holes, some 40 % of the peak here: the memory figures would
-    tell more of the allocator than of the training. It costs about a tenth of the compute on a CPU.
+    By default glibc keeps freed activations in a fragmented heap, some 40 % of the peak here, which would distort the
+    memory figures. This costs about a tenth of the compute on a CPU.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(-3, 128 * 1024)
@@ -628,7 +628,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         durable = args.durability == "step"
         console.print(
-            f"interrupted: {'--resume goes on' if durable else 'the space on the drive is given back'}", style="yellow"
+            f"interrupted: {'--resume continues' if durable else 'the space on the drive is freed'}", style="yellow"
         )
         return 130
     except infinity.InfinityError as error:

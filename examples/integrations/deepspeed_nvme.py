@@ -1,6 +1,6 @@
-"""DeepSpeed, stage 3 with parameters and optimizer on NVMe, once with its own I/O and once with infinity's.
+"""DeepSpeed stage 3 with parameters and optimizer on NVMe, with its own I/O or with infinity's.
 
-Only `--io` differs between the two: infinity's handle takes the place of DeepSpeed's, and the losses are the same numbers.
+Only `--io` differs between the two: infinity's handle replaces DeepSpeed's, and the losses are identical.
 
     DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 1 examples/integrations/deepspeed_nvme.py --nvme-path /local_nvme
 """

@@ -2,7 +2,7 @@
 
     python examples/integrations/lightning_mlp.py --nvme-path /local_nvme --devices 2
 
-`--plain` is the same with Lightning's own DDP strategy, all in memory: the losses are the same numbers (in fp32).
+`--plain` uses Lightning's own DDP strategy, all in memory: the losses are identical (in fp32).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("lightning-output"))
     parser.add_argument("--strategy", default="", help="a registered name instead of InfinityStrategy(...) on NVMe")
     parser.add_argument("--plain", action="store_true", help="Lightning's own strategy, in memory")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of the first epoch")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint of the first epoch")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--clip", type=float, default=1.0, help="norm of the gradient, at most; 0 for no bound")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient; 0 for no limit")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--json", type=Path, help="write the losses there")
     return parser.parse_args()

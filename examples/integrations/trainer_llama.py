@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/integrations/trainer_llama.py --nvme-path /local_nvme
 
-`--plain` is the same with transformers' own Trainer, all in memory: the losses are the same numbers (in fp32). With `--split`
-the micro-batches of a step pass through each layer together, which reads it twice a step instead of twice a micro-batch.
+`--plain` uses transformers' own Trainer, all in memory: the losses are identical (in fp32). With `--split` all
+micro-batches of a step pass through a layer together, which reads it twice per step instead of twice per micro-batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_model() -> Any:
 
 
 def config_for(nvme_path: Path) -> dict[str, Any]:
-    """What a user of DeepSpeed has in config.json."""
+    """Return a DeepSpeed user's config.json."""
     on_nvme = {"device": "nvme", "nvme_path": str(nvme_path), "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": "auto",
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("trainer-output"))
     parser.add_argument("--plain", action="store_true", help="transformers' own Trainer")
     parser.add_argument("--split", action="store_true", help='"infinity": {"micro_batches": "auto"}')
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in the output folder")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)

@@ -38,7 +38,7 @@ def test_steps_within_a_limit_and_the_same_in_memory(nvme_path: Path, tmp_path: 
     begins, *_, fits, point, next_move = filter(None, done.stdout.splitlines())
     assert "300k parameters take 2 steps within 2GiB of memory, with" in begins and "About 1 minutes" in begins
     assert "In memory, the same fits within 2GiB" in fits and "docs/quickstart.md" in next_move
-    assert point.startswith("With infinity, within 2GiB: 2 steps, in ")
+    assert point.startswith("With infinity, within 2GiB: 2 steps, peak ")
     assert "memory allowed" in done.stdout
     assert list(nvme_path.iterdir()) == []
 

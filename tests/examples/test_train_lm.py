@@ -103,7 +103,7 @@ def test_going_on_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
     run(*place, "--save", str(tmp_path / "saved"))
     refused = run(*place, "--resume", str(tmp_path / "saved"), check=False)
     assert refused.returncode == 1
-    assert "is at step 3 already" in refused.stderr
+    assert "already at step 3" in refused.stderr
     run(*place, "--resume", str(tmp_path / "saved"), "--steps", "5", "--json", str(tmp_path / "after.json"))
     assert len(losses(tmp_path / "after.json")) == 2
 
@@ -153,7 +153,7 @@ def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: 
         (["--save", "/proc/nowhere"], "can't write /proc/nowhere"),
         (["--nvme-path", str(SCRIPT)], "train_lm.py is a file, not a folder: choose another nvme_path"),
         (["--pinned-bytes-max", "1MiB"], "pinned_bytes_max of 1.00 MiB is below the least that works"),
-        (["--resume"], "goes on with a run of --durability step: add that"),
+        (["--resume"], "resumes a run of --durability step: add that"),
     ],
 )
 def test_wrong_inputs_are_told_in_a_line(arguments: list[str], words: str, nvme_path: Path) -> None:
