@@ -1,10 +1,10 @@
-"""The table of docs/train_batch.md: steps of more and more micro-batches, at once and one after the other.
+"""The table of docs/train_batch.md: steps of several micro-batches, vertical and horizontal.
 
     python bench/accumulation_table.py --nvme-path /local_nvme --deepspeed-python ../ds/bin/python
     python bench/accumulation_table.py --params 200M --accumulation 1,8 --clipping 1e9 --lines never.jsonl
 
-Measures every number of micro-batches as bench/step.py does, one after the other, and appends a JSON line for each to the file
-of --lines. What that file has already is not measured again. Prints the rows of the table last, in Markdown.
+Measures every number of micro-batches in turn, as bench/step.py does, and appends a JSON line for each to the file of
+--lines. Lines that the file already has are not measured again. Prints the rows of the table last, in Markdown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.cli.step import norm
 COLUMNS = (
     "micro-batches",
     "plain PyTorch in memory",
-    "vertical, bytes by the drive",
+    "vertical, drive time",
     "vertical",
     "horizontal",
     "over vertical",
@@ -50,8 +50,8 @@ def main() -> int:
         "--accumulation", type=listed(count), default="1,2,4,8,16", help="micro-batches (default: %(default)s)"
     )
     parser.add_argument("--clipping", type=norm, default=0.0, help="norm; 0 does not clip (default: %(default)s)")
-    parser.add_argument("--deepspeed-python", help="as of bench/step.py; without it DeepSpeed's column is empty")
-    parser.add_argument("--rounds", type=count, default=4, help="of each line (default: %(default)s)")
+    parser.add_argument("--deepspeed-python", help="as for bench/step.py; without it DeepSpeed's column is empty")
+    parser.add_argument("--rounds", type=count, default=4, help="rounds per line (default: %(default)s)")
     parser.add_argument("--nvme-path", default=str(Path(__file__).resolve().parent.parent / ".nvme"))
     parser.add_argument("--lines", type=Path, default=RESULTS / "accumulation.jsonl", help="(default: %(default)s)")
     parser.set_defaults(func=run)
@@ -77,13 +77,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What was asked for: of a line, or of the options of bench/step.py."""
+    """Return the key of a line, or of the options of bench/step.py."""
     asked = line.get("asked", line["params"])
     return asked, line["batch_size"], line["context"], line["accumulation"], line["clipping"]
 
 
 def order_of(options: argparse.Namespace, accumulation: str) -> argparse.Namespace:
-    """The options of bench/step.py for one line."""
+    """Return the options of bench/step.py for one line."""
     sequences, tokens = options.micro_batch
     values = {
         "--params": options.params,
@@ -98,7 +98,7 @@ def order_of(options: argparse.Namespace, accumulation: str) -> argparse.Namespa
 
 
 def row_of(line: dict[str, Any]) -> tuple[str, ...]:
-    """The cells of one line; bytes as the kernel's block layer was asked for them."""
+    """Return the cells of one line; bytes as requested of the kernel's block layer."""
     ways = line["ways"]
     vertical, horizontal, plain, deepspeed = (ways.get(n) for n in ("auto-vertical", "auto", "torch", "deepspeed"))
     tokens = line["batch_size"] * line["context"] * line["accumulation"]

@@ -1,13 +1,13 @@
-"""The update kernel beside torch's sequence of operations, and beside DeepSpeedCPUAdam, in one interleaved run.
+"""Compares the update kernel with torch's sequence of operations and with DeepSpeedCPUAdam, in one interleaved run.
 
     python bench/adam.py --rounds 7
     python bench/adam.py --deepspeed-python ../ds/bin/python      # a Python that has deepspeed and its cpu_adam
 
-Every way updates the same number of elements, sub-group by sub-group: scales the fp32 gradients, does one step of AdamW, and
-leaves a bf16 copy of the new weights, but for those called "alone", which only do the step. Ways run in an order that changes
-from round to round; figures are medians. GB/s counts the bytes that must move for what a way leaves, however often it moves
-them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients, 20 with bf16 moments, 16 with 8-bit
-ones), 30 where it is kept in full, 28 for the step alone. `memory` is a pass over one field of the same memory, read and
+Every way updates the same number of elements, sub-group by sub-group: it scales the fp32 gradients, does one step of
+AdamW, and leaves a bf16 copy of the new weights. Those called "alone" only do the step. The order of the ways changes
+from round to round; figures are medians. GB/s counts the bytes that a way must move, however often it moves them: 28
+per element for masters split into copy and remainder (26 with bf16 gradients, 20 with bf16 moments, 16 with 8-bit
+ones), 30 for masters in full, 28 for the step alone. `memory` is a pass over one field of the same memory, read and
 written. Prints a table and, last, one JSON line; --save appends it to bench/results/adam.jsonl.
 """
 
@@ -36,7 +36,7 @@ from infinity.optim.kernel import GradPiece
 
 SETTINGS = AdamSettings(LR, BETAS, EPS, WEIGHT_DECAY, decoupled_weight_decay=True, maximize=False, fused=True)
 STEP = 10
-SECONDS_MIN = 0.1  # of one measurement; a way is repeated until it took as long
+SECONDS_MIN = 0.1  # per measurement; a way is repeated until it has taken this long
 MUST_MOVE = {
     "kernel split": 28,
     "kernel split, bf16 gradients": 26,
@@ -56,7 +56,7 @@ _TIE = 0x8000
 
 
 def split(master: torch.Tensor, compute_param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """What kernel.split does, with torch's own operations."""
+    """Do what kernel.split does, with torch's own operations."""
     bits = master.view(torch.int32)
     compute_param.copy_(master)
     remainder.copy_(bits)  # keeps the lower 16 bits
@@ -74,7 +74,7 @@ def join(compute_param: torch.Tensor, remainder: torch.Tensor, ties: torch.Tenso
 
 
 class Sets:
-    """A working set of elements, and the ways to update it: each takes seconds for all of it."""
+    """A working set of elements, and the ways to update it."""
 
     def __init__(self, numel: int, sub_group_numel: int) -> None:
         self.numel, self.sub_group_numel = numel, sub_group_numel
@@ -156,8 +156,8 @@ class Sets:
             master=self.master[at],
             compute_param=self.copy[at],
         )
-        # The copy is that of the master in full from now on; what a later way makes of it and the old remainder is of no use,
-        # but takes as long.
+        # From now on the copy belongs to the full master. With the old remainder, later ways compute useless values, in
+        # the same time.
 
     def torch_split(self, at: slice) -> None:
         master = join(self.copy[at], self.remainder[at], self.ties[at.start])
@@ -169,7 +169,7 @@ class Sets:
         self.copy[at].copy_(self.master[at])
 
     def step_of_torch(self, master: torch.Tensor, at: slice) -> None:
-        self.grad[at].mul_(1.0)  # as long as any other scale, and the gradients last
+        self.grad[at].mul_(1.0)  # takes as long as any other scale, and keeps the gradients
         self.torch_alone(at, master)
 
     def torch_alone(self, at: slice, master: torch.Tensor | None = None) -> None:
@@ -220,7 +220,7 @@ class DeepSpeed:
 
 
 def play_rounds(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, all of them once before."""
+    """Return the seconds of each way in each round, after one warm-up of each."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for way in ways.values():
         way()
@@ -234,7 +234,7 @@ def play_rounds(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
 
 
 def measure(numel: int, threads: int, sub_group_numel: int, rounds: int, deepspeed: DeepSpeed | None) -> dict[str, Any]:
-    """Prints a table; returns its rows."""
+    """Measure and print a table; return its rows."""
     torch.set_num_threads(threads)
     sets = Sets(numel, sub_group_numel)
     ways: dict[str, Way] = {name: lambda name=name: sets.run(name) for name in sets.ways}
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sub-group-numel", type=int, default=4 << 20)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--deepspeed-python", help="a Python with deepspeed, to measure its DeepSpeedCPUAdam, too")
+    parser.add_argument("--deepspeed-python", help="a Python with deepspeed, to measure its DeepSpeedCPUAdam")
     parser.add_argument("--save", action="store_true", help="append the result to bench/results/adam.jsonl")
     args = parser.parse_args()
     line = {"bench": "adam", **machine(), "instructions": kernel.INSTRUCTIONS[0], "rounds": args.rounds}
@@ -274,7 +274,7 @@ def main() -> None:
             if deepspeed:
                 deepspeed.close()
     if not kernel.matches_torch(SETTINGS):
-        print("this torch rounds otherwise: the kernel would not be used here", file=sys.stderr)
+        print("this torch rounds differently: the kernel would not be used here", file=sys.stderr)
     line |= {"load_after": round(os.getloadavg()[0], 1), "ways": results}
     print(json.dumps(line))
     if args.save:

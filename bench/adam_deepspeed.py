@@ -1,7 +1,7 @@
-"""DeepSpeedCPUAdam as bench/adam.py measures it. Runs under a Python that has deepspeed, as a worker of its own.
+"""The worker of bench/adam.py for DeepSpeedCPUAdam. Runs under a Python that has deepspeed.
 
-Reads one JSON object a line from standard input, {"way", "numel", "sub_group_numel"}, updates all sub-groups once, and answers
-with one: {"seconds"}. The number of threads is that of OMP_NUM_THREADS.
+Reads a JSON object per line from standard input, {"way", "numel", "sub_group_numel"}, updates all sub-groups once, and
+answers with one: {"seconds"}. OMP_NUM_THREADS sets the number of threads.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=2 python bench/adam_deepspeed.py
 """
@@ -21,7 +21,7 @@ LR, BETAS, EPS, WEIGHT_DECAY, GRAD_SCALE = 1e-5, (0.9, 0.999), 1e-8, 0.01, 0.5
 
 
 def field(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory in huge pages where the kernel gives them, filled with small numbers."""
+    """Return memory filled with small numbers, in huge pages if the kernel gives them."""
     memory = mmap.mmap(-1, numel * dtype.itemsize)
     memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=dtype)
@@ -30,7 +30,7 @@ def field(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what DeepSpeed prints must not come between the answers
+    os.dup2(2, 1)  # keeps DeepSpeed's output out of the answers
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -51,7 +51,7 @@ def main() -> None:
                 state[start : start + order["sub_group_numel"]] for state in fields
             )
             if order["way"] == "all":
-                grad.mul_(1.0)  # as long as any other scale, and the gradients last
+                grad.mul_(1.0)  # takes as long as any other scale, and keeps the gradients
             module.adam_update(0, 10, LR, *BETAS, EPS, WEIGHT_DECAY, True, master, grad, exp_avg, exp_avg_sq)
             if order["way"] == "all":
                 copy.copy_(master)

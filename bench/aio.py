@@ -1,13 +1,14 @@
-"""The I/O engine beside fio, and beside DeepSpeed's aio_handle, on one drive in one interleaved run.
+"""Compares the I/O engine with fio and with DeepSpeed's aio_handle, on one drive in one interleaved run.
 
     python bench/aio.py /local_nvme --rounds 7
     python bench/aio.py /local_nvme --deepspeed-python ../ds/bin/python      # a Python that has deepspeed and its async_io
 
-Each of them is first searched for its own best settings (blocks, depth, and fio's jobs, our rings, DeepSpeed's threads), for
-reading, writing and the mix. The best few of everybody then run in every round, in an order that changes. Ratios are of
-medians. CPU time is taken in longer runs of the winners: fio counts its own in whole milliseconds per job. The same file,
-random data, direct I/O, huge pages and registered buffers where the kernel gives them. Small random transfers of 4 to 64 KiB,
-thousands in one call, follow. Prints tables and, last, one JSON line; --save appends it to bench/results/aio.jsonl.
+Each is first searched for its best settings (blocks, depth, and fio's jobs, our rings, DeepSpeed's threads), for reads,
+writes and the mix. The best few of each then run in every round, in an order that changes. Ratios are of medians. CPU
+time is measured in longer runs of the winners, since fio counts its own in whole milliseconds per job. All use the same
+file, random data, direct I/O, and huge pages and registered buffers if the kernel gives them. Random transfers of 4 to
+64 KiB, thousands per call, follow. Prints tables and, last, one JSON line; --save appends it to
+bench/results/aio.jsonl.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def candidates(name: str, blocks: Iterable[int], depths: Iterable[int], threads:
 def find_finalists(
     runs: dict[str, Run], grids: dict[str, list[IoSettings]], seconds: float
 ) -> dict[Workload, list[IoSettings]]:
-    """The best few settings of each competitor for each workload, after two short looks at each."""
+    """Return the best few settings of each competitor for each workload, after two short trials of each."""
     finalists: dict[Workload, list[IoSettings]] = {}
     for workload in Workload:
         finalists[workload] = []
@@ -107,7 +108,7 @@ def find_finalists(
 def play_rounds(
     runs: dict[str, Run], finalists: dict[Workload, list[IoSettings]], rounds: int, seconds: float
 ) -> dict[Workload, dict[str, Any]]:
-    """The best of each competitor: of the settings whose median is within 1 % of its highest, those that take least CPU."""
+    """Return the best of each competitor: of the settings within 1 % of its best median, that with least CPU time."""
     trials: dict[tuple[Workload, IoSettings], list[Trial]] = defaultdict(list)
     for number in range(rounds):
         for workload, contenders in finalists.items():
@@ -126,7 +127,7 @@ def play_rounds(
 
 
 def measure_cpu(runs: dict[str, Run], best: dict[Workload, dict[str, Any]], rounds: int, seconds: float) -> None:
-    """Set the CPU seconds per GiB of each winner: all CPU time over all bytes of so many long trials, interleaved."""
+    """Set the CPU seconds per GiB of each winner: all CPU time over all bytes of `rounds` long, interleaved trials."""
     for workload, by_name in best.items():
         totals = {name: [0.0, 0.0] for name in by_name}
         for _, (name, one) in itertools.product(range(rounds), by_name.items()):
@@ -152,7 +153,7 @@ def summary(settings: IoSettings, trials: list[Trial]) -> dict[str, Any]:
 
 
 def report(best: dict[Workload, dict[str, Any]], reference: str) -> dict[str, Any]:
-    """Prints a table; returns everything with ratios to the reference."""
+    """Print a table; return everything with ratios to the reference."""
     result: dict[str, Any] = {}
     print(f"\n{'':>14}{'GB/s':>8}{'min':>7}{'max':>7}{'ratio':>7}{'CPU ms/GiB':>12}  block  depth x threads")
     for workload, by_name in best.items():
@@ -171,7 +172,7 @@ def report(best: dict[Workload, dict[str, Any]], reference: str) -> dict[str, An
 
 
 class Small:
-    """Random transfers of a few KiB, thousands in one call."""
+    """Random transfers of a few KiB, thousands per call."""
 
     def __init__(self, folder: RunFolder, backend: str) -> None:
         self.pool = PinnedPool(64 * MIB)
@@ -187,7 +188,7 @@ class Small:
         self.core = Engine(backend=backend, queue_depth=SMALL_DEPTH, slab=self.pool.slab)
 
     def run(self, operation: str, size: int, seconds: float) -> tuple[float, float]:
-        """(transfers per second, CPU seconds per million)."""
+        """Return (transfers per second, CPU seconds per million)."""
         count = self.lease.nbytes // size
         places = np.random.default_rng().permutation(self.nbytes // size)[:count]
         slab, file = self.pool.slab, self.arena.file
@@ -229,7 +230,7 @@ def fio_small(program: str, test: DriveTest, operation: str, size: int, seconds:
 
 
 def measure_small(path: Path, test: DriveTest, program: str, backends: list[str], rounds: int) -> dict[str, Any]:
-    """Medians over the rounds, per operation, size and competitor."""
+    """Return medians over the rounds, per operation, size and competitor."""
     folder = RunFolder(path)
     latencies: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
     try:
@@ -260,12 +261,12 @@ def measure_small(path: Path, test: DriveTest, program: str, backends: list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder on the drive")
-    parser.add_argument("--size", type=parse_bytes, default=parse_bytes("4GiB"), help="of the file (default: 4GiB)")
+    parser.add_argument("--size", type=parse_bytes, default=parse_bytes("4GiB"), help="file size (default: 4GiB)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement in a round")
-    parser.add_argument("--search-seconds", type=float, default=0.3, help="of each look in the search")
-    parser.add_argument("--cpu-seconds", type=float, default=8.0, help="of each of three long runs for the CPU time")
-    parser.add_argument("--deepspeed-python", help="a Python with deepspeed, to measure its aio_handle, too")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement in a round")
+    parser.add_argument("--search-seconds", type=float, default=0.3, help="duration of each trial in the search")
+    parser.add_argument("--cpu-seconds", type=float, default=8.0, help="duration of three runs for the CPU time")
+    parser.add_argument("--deepspeed-python", help="a Python with deepspeed, to measure its aio_handle")
     parser.add_argument("--save", action="store_true", help="append the result to bench/results/aio.jsonl")
     args = parser.parse_args()
     program = find_fio()

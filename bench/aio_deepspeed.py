@@ -1,7 +1,7 @@
-"""DeepSpeed's aio_handle as bench/aio.py measures it. Runs under a Python that has deepspeed, as a worker of its own.
+"""The worker of bench/aio.py for DeepSpeed's aio_handle. Runs under a Python that has deepspeed.
 
-Reads one JSON object a line from standard input, {"workload", "block_bytes", "queue_depth", "threads", "seconds"}, moves
-bytes between a file and locked memory for as long, and answers with one: {"nbytes", "seconds", "cpu_seconds"}.
+Reads a JSON object per line from standard input, {"workload", "block_bytes", "queue_depth", "threads", "seconds"},
+moves bytes between a file and locked memory for that time, and answers with one: {"nbytes", "seconds", "cpu_seconds"}.
 
     DS_ACCELERATOR=cpu python bench/aio_deepspeed.py /local_nvme/file 1073741824
 """
@@ -22,7 +22,7 @@ CHUNK_BYTES = 256 << 20
 def main() -> None:
     path, nbytes = Path(sys.argv[1]), int(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what DeepSpeed prints must not come between the answers
+    os.dup2(2, 1)  # keeps DeepSpeed's output out of the answers
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

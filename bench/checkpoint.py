@@ -1,10 +1,10 @@
-"""What a checkpoint takes in either format, beside copying as many bytes of the same drive with direct I/O.
+"""Times a checkpoint in either format, and a copy of as many bytes on the same drive with direct I/O.
 
     python bench/checkpoint.py /local_nvme --params 200M --rounds 5
 
-Every round trains a step, then saves as "dcp", as "arena" with nothing beside it, as "arena" with steps beside it, and copies a
-file of as many bytes; and takes a step without a checkpoint, to compare. `blocked`: how long the call took; `total`: until the
-checkpoint had its name. Prints a table and, last, one JSON line; --save appends it to bench/results/checkpoint.jsonl.
+Every round takes a step without a checkpoint, then saves as "dcp", as "arena" alone, as "arena" while steps run, and
+copies a file of as many bytes. `blocked`: duration of the call; `total`: time until the checkpoint had its name. Prints
+a table and, last, one JSON line; --save appends it to bench/results/checkpoint.jsonl.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def step(engine: infinity.Engine, tokens: torch.Tensor) -> float:
 def saving(
     engine: infinity.Engine, folder: Path, form: str, step_meanwhile: Callable[[], float] | None = None
 ) -> dict[str, float]:
-    """Seconds that the call took, until the checkpoint was there, and of each step beside it."""
+    """Return the seconds of the call, until the checkpoint was there, and of each step meanwhile."""
     began = time.perf_counter()
     engine.save_checkpoint(folder, tag=form, format=form)
     blocked = time.perf_counter() - began
@@ -69,7 +69,7 @@ def saving(
 
 
 def copying(source: Path, target: Path) -> float:
-    """Seconds for copying a file with direct I/O, one piece after the other, and syncing it."""
+    """Return the seconds to copy a file with direct I/O, piece by piece, and to sync it."""
     began = time.perf_counter()
     target.unlink(missing_ok=True)
     target.touch()
@@ -88,10 +88,10 @@ def copying(source: Path, target: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder on the drive")
-    parser.add_argument("--params", type=parse_count, default=parse_count("200M"), help="of the model (default: 200M)")
+    parser.add_argument("--params", type=parse_count, default=parse_count("200M"), help="model size (default: 200M)")
     parser.add_argument("--pinned-bytes", type=parse_bytes, default=parse_bytes("512MiB"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--note", default="", help="kept beside the numbers: what else the machine did")
+    parser.add_argument("--note", default="", help="stored with the numbers: what else the machine did")
     parser.add_argument("--save", action="store_true", help="append the result to bench/results/checkpoint.jsonl")
     args = parser.parse_args()
     args.path.mkdir(parents=True, exist_ok=True)

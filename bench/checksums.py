@@ -1,9 +1,9 @@
-"""How fast the checksums of pages are computed, by every way that this processor knows, in the CPU time of one thread.
+"""Measures the throughput of page checksums, by every method of this processor, in the CPU time of one thread.
 
     python bench/checksums.py --rounds 7
 
-Each round sums pages that lie in memory, and pages that lie in the caches. Prints one JSON line (GB/s, medians); --save appends
-it to bench/results/checksums.jsonl. What a whole training step pays is `bench/step.py --ways forward,forward-unchecked`.
+Each round sums pages in memory, and pages in the caches. Prints one JSON line (GB/s, medians); --save appends
+it to bench/results/checksums.jsonl. Their cost in a step: `bench/step.py --ways forward,forward-unchecked`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOT_BYTES = MIB // 4
 
 
 def rate(pages: memoryview, repeats: int, way: str) -> float:
-    """GB/s of one thread that sums `pages` so many times."""
+    """Return the GB/s of one thread that sums `pages` `repeats` times."""
     began = time.thread_time()
     for _ in range(repeats):
         page_checksums(pages, way=way)

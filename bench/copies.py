@@ -1,10 +1,10 @@
-"""How fast pinned host memory reaches the device and comes back, beside cudaMemcpyAsync out of torch's own pinned memory.
+"""Measures copies between pinned host memory and the device, and cudaMemcpyAsync with torch's own pinned memory.
 
     python bench/copies.py --bytes 256MiB --rounds 9
 
-"ours" is what a training step does: StreamDevice over the pool's slab, or a buffer. Both ways alternate within each round.
-Prints one JSON line; with --save it is appended to bench/results/copies.jsonl. Without a GPU it rehearses: memory to memory, on
-the CPU.
+"ours" is what a training step does: StreamDevice over the pool's slab, or a buffer. Both ways alternate within each
+round. Prints one JSON line; --save appends it to bench/results/copies.jsonl. Without a GPU it rehearses on the CPU,
+memory to memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.units import parse_bytes
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--bytes", type=parse_bytes, default=parse_bytes("256MiB"), help="of one copy (default: 256MiB)"
+        "--bytes", type=parse_bytes, default=parse_bytes("256MiB"), help="size of one copy (default: 256MiB)"
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--save", action="store_true", help="append the line to bench/results/copies.jsonl")
@@ -45,7 +45,7 @@ def name_of_device() -> str:
 
 
 def measure(nbytes: int, rounds: int, where: torch.device) -> dict[str, object]:
-    """Bytes per second of each way: the median of the rounds, and its share of cudaMemcpyAsync alone."""
+    """Return the bytes per second of each way (median of the rounds), and its share of cudaMemcpyAsync alone."""
     device = device_for(where)
     pool = PinnedPool(nbytes)
     refused = device.register(pool.slab)

@@ -1,19 +1,19 @@
-"""The table of docs/frozen_weights.md: generation from a model's files beside plain PyTorch, the drive, and DeepSpeed.
+"""The table of docs/frozen_weights.md: generation from a model's files, plain PyTorch, DeepSpeed, and the drive.
 
     python bench/generation_table.py --nvme-path /local_nvme --deepspeed-python ../ds/bin/python --lora
     python bench/generation_table.py --params 200M --pools 300MiB,auto --rounds 1 --lines never.jsonl
 
-Makes the model (examples/made_model.py), and then in every round starts a fresh process for each way, one after the other: the
-drive, the ways in an order that changes, and the drive again. Of the model's files nothing is in the page cache when a process
-starts. All generate greedily from one prompt, and the first token counts for the start alone. The drive's rate is that of
-direct sequential reads of the same files by infinity's I/O engine, at the block size and queue depth that it generates with.
+Creates the model (examples/made_model.py). Every round then starts a new process for each way, in turn: the drive, the
+ways in an order that changes, and the drive again. The page cache holds none of the model's files when a process
+starts. All generate greedily from one prompt, and the first token counts for the start alone. The drive's rate is that
+of direct sequential reads of the same files by infinity's I/O engine, at the block size and queue depth of generation.
 A first round, which loads programs into the page cache and builds DeepSpeed's extensions, isn't counted.
 
---lora also takes a few steps of examples/finetune_lora.py in every round, and holds what passes until the first one against its
-imports and reading the files once: directly, and by safetensors into memory.
+--lora also takes a few steps of examples/finetune_lora.py in every round. It compares the time to the first step with
+the imports and one read of the files: directly, and by safetensors into memory.
 
-Appends a JSON line for each size to the file of --lines. What that file has already is not measured again. Prints the rows of
-the tables last, in Markdown.
+Appends a JSON line for each size to the file of --lines. Lines that the file already has are not measured again. Prints
+the rows of the tables last, in Markdown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLUMNS = (
     "pinned",
     "GB read per token",
     "plain PyTorch in memory",
-    "bytes, by the drive",
+    "drive time for these bytes",
     "infinity",
     "over the longer",
     "DeepSpeed",
@@ -99,12 +99,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--deepspeed-python",
-        help="a Python that has deepspeed and transformers, to generate with its ZeRO-Inference, too (libaio-dev is needed)",
+        help="a Python that has deepspeed and transformers, to generate with ZeRO-Inference (needs libaio-dev)",
     )
     parser.add_argument(
-        "--lora", nargs="?", const="auto", type=pool_size, help="start LoRA, too, in so much pinned memory (auto)"
+        "--lora", nargs="?", const="auto", type=pool_size, help="also start LoRA, in this much pinned memory (auto)"
     )
-    parser.add_argument("--rounds", type=count, default=7, help="after one that isn't counted (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=7, help="rounds, after one not counted (default: %(default)s)")
     parser.add_argument("--nvme-path", type=Path, default=HERE.parent / ".nvme")
     parser.add_argument("--lines", type=Path, default=RESULTS / "generation.jsonl", help="(default: %(default)s)")
     parser.set_defaults(func=run)
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def pool_size(text: str) -> str:
-    """A type for argparse: bytes in words, or "auto", kept as it was given. Raises ValueError."""
+    """Check a size as text, or "auto" (an argparse type). Raises ValueError."""
     if text != "auto":
         parse_bytes(text)
     return text
@@ -138,13 +138,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What was asked for: of a line, or of one to come."""
+    """Return the key of a line, or of one to measure."""
     names = ("asked", "prompt", "tokens", "deepspeed", "lora")
     return *(line[name] for name in names), tuple(line["pools"])
 
 
 def measure(options: argparse.Namespace, params: str) -> dict[str, Any]:
-    """Make the model, and take all rounds: medians of what each way took."""
+    """Create the model, and take all rounds. Returns the medians of each way."""
     numel = parse_count(params)
     place = argparse.Namespace(params=numel, bits=16, nvme_path=options.nvme_path)
     with made_model(place, lambda text: print(text, file=sys.stderr)) as (folder, _):
@@ -167,7 +167,7 @@ def measure(options: argparse.Namespace, params: str) -> dict[str, Any]:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Parameters of the model, of a layer, and of its largest tensor."""
+    """Return the parameters of the model, of a layer, and of the largest tensor."""
     tensors: dict[str, Any] = {}
     for path in weight_files({"folder": folder}):
         tensors |= read_header(path)
@@ -177,7 +177,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 
 def take_round(options: argparse.Namespace, order: dict[str, Any], ways: list[str], number: int) -> Row:
-    """What each way took; a way that can't run here is taken out of `ways`, with a line that says why."""
+    """Return the cost of each way; a way that can't run here is removed from `ways`, with a line that says why."""
     first = number % len(ways)
     drives = [answer_of(options, order, "drive")]
     row: Row = {}
@@ -203,7 +203,7 @@ def take_round(options: argparse.Namespace, order: dict[str, Any], ways: list[st
 
 
 def answer_of(options: argparse.Namespace, order: dict[str, Any], way: str) -> dict[str, Any]:
-    """Run the worker of `way`; its answer. Raises LeftOut for a way to compare with, SystemExit for one that must run."""
+    """Run the worker of `way` and return its answer. Raises LeftOut for a way to compare with, else SystemExit."""
     name, _, pool = way.partition(" ")
     compared = name in ("torch", "deepspeed")
     if name == "torch" and (needed := 2 * order["numel"] + PROCESS_BYTES) > (available_bytes() or needed):
@@ -232,14 +232,14 @@ def answer_of(options: argparse.Namespace, order: dict[str, Any], way: str) -> d
 
 
 def forget_pages(order: dict[str, Any]) -> None:
-    """Let the page cache drop the model's files, so that every process finds them on the drive alone."""
+    """Drop the model's files from the page cache, so that every process reads them from the drive."""
     for path in weight_files(order):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def summarize(rows: list[Row], way: str) -> dict[str, Any]:
-    """Medians over the rounds; every ratio is taken within its round first."""
+    """Return medians over the rounds; every ratio is taken within its round first."""
     answers = [row[way] for row in rows]
     numbers = [name for name, value in answers[0].items() if isinstance(value, (int, float))]
     summary: dict[str, Any] = {name: median(answer[name] for answer in answers) for name in numbers}
@@ -271,12 +271,12 @@ def summarize(rows: list[Row], way: str) -> dict[str, Any]:
 
 
 def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """In Markdown."""
+    """Print a table in Markdown."""
     print("\n".join(f"| {' | '.join(row)} |" for row in [columns, ("---",) * len(columns), *rows]))
 
 
 def row_of(line: dict[str, Any], name: str) -> tuple[str, ...]:
-    """The cells of one pool; empty for a way that was not measured, or was left out."""
+    """Return the cells of one pool; empty for a way that was not measured, or was left out."""
     ours, plain, deepspeed = (line["ways"].get(way) or {} for way in (f"infinity {name}", "torch", "deepspeed"))
 
     def cell(values: dict[str, Any], key: str, form: str, scale: float = 1.0) -> str:

@@ -1,8 +1,8 @@
-"""One way of generating text, or of reading the files that it is generated from, as bench/generation_table.py measures it, in a
-fresh process: DeepSpeed under a Python that has deepspeed, the others under one that has infinity.
+"""The worker of bench/generation_table.py: generates text in one way, or reads the model's files, in a new process.
+DeepSpeed runs under a Python that has deepspeed, the others under one that has infinity.
 
 Its argument is a JSON object, {"way", "began", "folder", ...}; "began" is the parent's time.monotonic() when it started this
-process. It prints one JSON line: what that took.
+process. It prints one JSON line: the measurements.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 from step_worker import HERE, disk_bytes, peak_rss_bytes
 
 DRIVE_SECONDS = 1.5
-"""For how long the drive's worker reads, at least; then to the end of the transfer."""
+"""Shortest time that the drive's worker reads; it then finishes the transfer."""
 
 DRIVE_SLOTS = 3
 """Transfers kept in the engine, each as large as what its settings hold in flight: one is on the drive, two wait."""
 
 LORA_STEPS = 8
 LORA_STEPS_BEFORE = 3
-"""Not counted in the bytes per step: by then the pool holds what it goes on holding."""
+"""Not counted in the bytes per step: the pool is in its steady state afterwards."""
 
 
 def infinity_way(order: dict[str, Any]) -> dict[str, Any]:
-    """By infinity, from the files."""
+    """Generate with infinity, from the files."""
     from transformers import AutoModelForCausalLM  # noqa: F401  to be counted among the imports
 
     import infinity
@@ -47,7 +47,7 @@ def infinity_way(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def torch_way(order: dict[str, Any]) -> dict[str, Any]:
-    """By plain PyTorch, all weights in memory."""
+    """Generate with plain PyTorch, all weights in memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +57,7 @@ def torch_way(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed_way(order: dict[str, Any]) -> dict[str, Any]:
-    """By DeepSpeed's ZeRO-Inference, weights on NVMe, with options that were fast for it here: two layers read ahead."""
+    """Generate with DeepSpeed's ZeRO-Inference, weights on NVMe, with options that were fast here: two layers ahead."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", "29611")
     import deepspeed
@@ -76,7 +76,7 @@ def deepspeed_way(order: dict[str, Any]) -> dict[str, Any]:
             "offload_param": {
                 "device": "nvme",
                 "nvme_path": order["swap_folder"],
-                "buffer_count": 32,  # parameters that are read ahead or in use, and some
+                "buffer_count": 32,  # parameters that are read ahead or in use, and some spare
                 "buffer_size": order["largest_numel"],
                 "pin_memory": True,
             },
@@ -92,7 +92,7 @@ def deepspeed_way(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def generated(order: dict[str, Any], imported: float, generate: Callable[..., Any]) -> dict[str, Any]:
-    """Generate greedily, and say what a token took: medians, without the first one."""
+    """Generate greedily. Returns medians per token, without the first one."""
     import torch
 
     prompt = torch.randint(0, 256, (1, order["prompt"]), generator=torch.Generator().manual_seed(0))
@@ -124,7 +124,7 @@ def generated(order: dict[str, Any], imported: float, generate: Callable[..., An
 
 
 def drive_way(order: dict[str, Any]) -> dict[str, Any]:
-    """The model's files read one after the other, and again, by infinity's I/O engine at the settings it generates with."""
+    """Read the model's files in turn, repeatedly, by infinity's I/O engine at the settings of generation."""
     from infinity.aio import File, IoEngine, PinnedPool, Priority, Request
     from infinity.config import load_config
     from infinity.drive.choice import choose_storage
@@ -163,7 +163,7 @@ def drive_way(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_way(order: dict[str, Any]) -> dict[str, Any]:
-    """The model's files read into memory once, as safetensors does it."""
+    """Read the model's files into memory once, with safetensors."""
     from safetensors.torch import load_file
 
     before, began = disk_bytes()[0], time.monotonic()
@@ -174,7 +174,7 @@ def load_way(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def lora_way(order: dict[str, Any]) -> dict[str, Any]:
-    """LoRA on the files, by the functions of examples/finetune_lora.py."""
+    """Train LoRA on the files, with the functions of examples/finetune_lora.py."""
     before_import = time.monotonic() - order["began"]
     import finetune_lora as example
     import peft  # noqa: F401  to be counted among the imports
@@ -195,14 +195,14 @@ def lora_way(order: dict[str, Any]) -> dict[str, Any]:
         "step_seconds": statistics.median(figures["step_seconds"][LORA_STEPS_BEFORE:]),
         "read_bytes_per_frozen_param": statistics.mean(read) / figures["frozen_parameters"],
         "written_bytes": figures["written_bytes"],
-        "process_written_bytes": disk_bytes()[1],  # what imports leave in temporary folders, too
+        "process_written_bytes": disk_bytes()[1],  # including what imports leave in temporary folders
         "pinned_bytes": figures["pinned_bytes"],
         "losses": figures["losses"],
     }
 
 
 def config_of(pool: str) -> dict[str, Any]:
-    """infinity's, with the pinned bytes of `pool`."""
+    """Return infinity's config with the pinned bytes of `pool`."""
     return {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
@@ -227,12 +227,12 @@ WAYS = {
 def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a framework prints must not come into the answer
+    os.dup2(2, 1)  # keeps a framework's output out of the answer
     if order["way"] != "deepspeed":
         sys.path.insert(0, str(HERE.parent))
     figures = WAYS[order["way"]](order)
     print(json.dumps(figures | {"peak_rss_bytes": peak_rss_bytes()}), file=answers, flush=True)
-    os._exit(0)  # some frameworks take long to let go of what they hold
+    os._exit(0)  # some frameworks take long to release what they hold
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Training steps on one GPU: in its own memory, with host memory, with NVMe; tokens per second beside the drives' lower bound.
+"""Times training steps on one GPU, with states in its memory, in host memory and on NVMe, and the drive's lower bound.
 
     python bench/gpu_step.py --params 1B,7B --ways device,host,nvme --nvme-path /local_nvme --save
     python bench/gpu_step.py --params 1B --ways nvme,deepspeed-nvme,host,deepspeed-host      # where deepspeed is installed
 
-Each size and way runs in a process of its own; one that doesn't fit says so and the rest go on. Prints a table and a JSON line
-per run; with --save these are appended to bench/results/gpu_step.jsonl. Without a GPU it rehearses on the CPU: give it small
-sizes. DeepSpeed runs with the options of bench/step_worker.py.
+Each size and way runs in a process of its own; one that doesn't fit says so and the others continue. Prints a table and
+a JSON line per run; --save appends these to bench/results/gpu_step.jsonl. Without a GPU it rehearses on the CPU: use
+small sizes. DeepSpeed runs with the options of bench/step_worker.py.
 
-`compute_seconds` is for how long the GPU runs kernels in a step, `drive_seconds` what the drive needs for the step's bytes
-while it reads and writes, `lower_bound_seconds` the larger of the two. `h2d` and `d2h` are seconds of copies, and how many of
-them pass while nothing is computed ("exposed"), seen by torch's profiler in one more step.
+`compute_seconds` is the time of GPU kernels in a step, `drive_seconds` the drive time for the step's bytes at the mixed
+rate, `lower_bound_seconds` the larger of the two. `h2d` and `d2h` are seconds of copies, and of those not overlapped by
+compute ("exposed"), from torch's profiler in one more step.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ OF_DEEPSPEED = {"deepspeed-host": "cpu", "deepspeed-nvme": "nvme"}  # the way, a
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--params", default="1B", help="sizes, with commas between (default: %(default)s)")
+    parser.add_argument("--params", default="1B", help="sizes, comma-separated (default: %(default)s)")
     parser.add_argument(
         "--ways",
         type=ways,
         default=",".join(WAYS),
-        help=f"with commas between; {', '.join(OF_DEEPSPEED)}, too (default: %(default)s)",
+        help=f"comma-separated; also {', '.join(OF_DEEPSPEED)} (default: %(default)s)",
     )
-    parser.add_argument("--batch-sizes", default="8", help="with commas between (default: %(default)s)")
+    parser.add_argument("--batch-sizes", default="8", help="comma-separated (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=3, help="that count")
-    parser.add_argument("--first-steps", type=int, default=2, help="that don't count (default: %(default)s)")
-    parser.add_argument("--device-bytes-max", default=None, help="as if the GPU had no more memory, as in 24GiB")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count (default: %(default)s)")
+    parser.add_argument("--first-steps", type=int, default=2, help="steps before them (default: %(default)s)")
+    parser.add_argument("--device-bytes-max", default=None, help="limit of the GPU's memory, such as 24GiB")
     parser.add_argument("--pinned-bytes-max", default="auto")
     parser.add_argument("--moments-dtype", default="fp32", choices=("fp32", "bf16", "8bit"))
     parser.add_argument(
@@ -65,9 +65,9 @@ def main() -> int:
     parser.add_argument(
         "--drive-trial-seconds", type=float, default=3.0, help="each way, to measure the drive (default: %(default)s)"
     )
-    parser.add_argument("--drive-file", default="4GiB", help="that it is measured on (default: %(default)s)")
-    parser.add_argument("--trace-dir", help="gets a trace of one more step of each run on NVMe: see docs/timeline.md")
-    parser.add_argument("--timeout-seconds", type=float, default=240.0, help="of one run")
+    parser.add_argument("--drive-file", default="4GiB", help="size of the drive's test file (default: %(default)s)")
+    parser.add_argument("--trace-dir", help="folder for traces of one more step of runs on NVMe: see docs/timeline.md")
+    parser.add_argument("--timeout-seconds", type=float, default=240.0, help="limit of one run")
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -76,14 +76,14 @@ def main() -> int:
 
 
 def ways(text: str) -> str:
-    """For argparse: names of ways, with commas between."""
+    """Check comma-separated names of ways (an argparse type)."""
     if unknown := {*text.split(",")} - {*WAYS, *OF_DEEPSPEED}:
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join((*WAYS, *OF_DEEPSPEED))}")
     return text
 
 
 def measure_all(asked: argparse.Namespace) -> int:
-    """Each size in each way; 1 where none could be measured."""
+    """Measure each size in each way. Returns 1 if none could be measured."""
     if asked.worker:
         order = json.loads(asked.worker)
         print(json.dumps((measure_deepspeed if order["way"] in OF_DEEPSPEED else measure)(order)))
@@ -106,21 +106,21 @@ def measure_all(asked: argparse.Namespace) -> int:
 
 
 def run(order: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-    """One size, one way, in a process of its own."""
+    """Measure one size in one way, in a process of its own."""
     command = [sys.executable, __file__, "--worker", json.dumps(order)]
     label = {"params": order["params"], "way": order["way"], "batch_size": order["batch_size"]}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {**label, "failed": f"no end after {timeout_seconds:g} s"}
+        return {**label, "failed": f"still running after {timeout_seconds:g} s"}
     if done.returncode != 0:
-        return {**label, "failed": (done.stderr.strip().splitlines() or ["no word"])[-1][:300]}
+        return {**label, "failed": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
 def measure(order: dict[str, Any]) -> dict[str, Any]:
-    """What a step takes (seconds, bytes), and what it could."""
+    """Measure a step (seconds, bytes) and its lower bound."""
     import torch
     from gpt import GPT, config_for
 
@@ -172,7 +172,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     if engine.swap is not None and order["way"] == "host":
         line["pinned_bytes"] = engine.swap.stats().pinned_bytes
     elif engine.swap is not None:
-        # For as long as a step, as drives may be faster in bursts.
+        # As long as a step, as drives may be faster in bursts.
         trial = {"nbytes": parse_bytes(order["drive_file"]), "rounds": 1, "seconds": order["drive_trial_seconds"]}
         rates = measure_drive(order["nvme_path"], **trial)
         lower_bound = engine.step_lower_bound_seconds(
@@ -206,7 +206,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_deepspeed(order: dict[str, Any]) -> dict[str, Any]:
-    """The same model's step in DeepSpeed's ZeRO-3."""
+    """Measure the same model's step in DeepSpeed's ZeRO-3."""
     import torch
     from step_worker import deepspeed_way
 
@@ -214,7 +214,7 @@ def measure_deepspeed(order: dict[str, Any]) -> dict[str, Any]:
 
     on_gpu = limit_device(order)
     more = {"numel": parse_count(order["params"]), "accumulation": 1, "clipping": 0.0, "dtype": "bf16"}
-    with contextlib.redirect_stdout(sys.stderr):  # where it prints what it does
+    with contextlib.redirect_stdout(sys.stderr):  # it prints its progress
         passes = deepspeed_way({**order, **more, "offload": OF_DEEPSPEED[order["way"]]})
         measured: list[dict[str, Any]] = []
 
@@ -231,7 +231,7 @@ def measure_deepspeed(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_device(order: dict[str, Any]) -> bool:
-    """Leaves this process as much of the GPU's memory as was asked for; whether there is a GPU."""
+    """Limit this process to the requested GPU memory. Returns True if there is a GPU."""
     import torch
 
     from infinity.units import parse_bytes
@@ -243,13 +243,13 @@ def limit_device(order: dict[str, Any]) -> bool:
 
 
 def timed(order: dict[str, Any], step: Callable[[], float]) -> float:
-    """Seconds of a step: the median of those that count."""
+    """Return the median seconds of the steps that count."""
     seconds = [step() for _ in range(order["first_steps"] + order["steps"])]
     return statistics.median(seconds[order["first_steps"] :])
 
 
 def labelled(order: dict[str, Any], numel: int, seconds: float) -> dict[str, Any]:
-    """What was measured, where, how long a step took, and the most that it held of the GPU's memory."""
+    """Return what was measured, where, the step time, and the peak GPU memory."""
     import torch
     from results import machine
 
@@ -264,7 +264,7 @@ def labelled(order: dict[str, Any], numel: int, seconds: float) -> dict[str, Any
 
 
 def profiled(step: Callable[[], float]) -> dict[str, Any]:
-    """Seconds of kernels and copies in one step."""
+    """Return the seconds of kernels and copies in one step."""
     import torch
     from overlap import exposed, length, on_the_gpu
     from torch.profiler import ProfilerActivity, profile
@@ -284,7 +284,7 @@ def profiled(step: Callable[[], float]) -> dict[str, Any]:
 def planned(
     shape: GPTConfig, samples: int, scheme: Scheme, pinned_bytes: int, *, device_is_host: bool
 ) -> dict[str, int]:
-    """Bytes of each tier that `infinity-bench plan` would foretell; `peak_device_bytes` counts no CUDA context."""
+    """Return the bytes per tier that `infinity-bench plan` predicts; `peak_device_bytes` has no CUDA context."""
     from gpt import VOCABULARY
 
     from infinity.plan.estimate import memory_of

@@ -1,12 +1,12 @@
-"""The update of a model in host memory, and the memory's bandwidth, in one interleaved run.
+"""Measures the update of a model in host memory, and the memory's bandwidth, in one interleaved run.
 
     python bench/host_update.py --params 200M --rounds 7
 
 A model is paged in host memory without a drive. Each round gives every parameter a gradient in fp32 and times `step()`:
 gradients in, new compute parameters out. An element moves 28 bytes with a split master and Adam: 4 of gradient, 4 of compute
-parameter and remainder read and 4 written, 8 of moments read and 8 written. `memory` is a pass over as many elements that
-reads and writes them. `torch` is its fused AdamW over fp32 masters and the bf16 copy that FSDP2's offload makes of them: 34
-bytes. Figures are medians. Prints a table and, last, one JSON line; --save appends it to bench/results/host_update.jsonl.
+parameter and remainder read and 4 written, 8 of moments read and 8 written. `memory` reads and writes as many elements
+once. `torch` is its fused AdamW over fp32 masters, with the bf16 copy that FSDP2's offload makes of them: 34 bytes.
+Figures are medians. Prints a table and, last, one JSON line; --save appends it to bench/results/host_update.jsonl.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from infinity.units import parse_count
 
 WIDTH = 4096
 BYTES = {"memory": 8, "infinity": 28, "torch": 34}
-"""Per element, that a way moves."""
+"""Bytes per element that a way moves."""
 
 
 def ways(numel: int) -> dict[str, Callable[[], None]]:
-    """What takes a step of each way, for about so many elements."""
+    """Return functions that take a step of each way, for about `numel` elements."""
     layers = max(1, numel // WIDTH**2)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     for layer in model:
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> int:
         for way, step in steps.items():
             began = perf_counter()
             step()
-            if number >= 2:  # the first ones make state and map memory
+            if number >= 2:  # the first ones create state and map memory
                 seconds.setdefault(way, []).append(perf_counter() - began)
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
     rates = {way: BYTES[way] * numel / median / 1e9 for way, median in medians.items()}
@@ -103,7 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     params = checked_value(parse_count, at_least=WIDTH**2)
     parser.add_argument("--params", type=params, default=parse_count("200M"), help='such as "200M" (the default)')
-    parser.add_argument("--rounds", type=count, default=7, help="after two that do not count (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=7, help="rounds, after two not counted (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/host_update.jsonl")
     parser.set_defaults(func=measure)
     return run_program(parser, None)

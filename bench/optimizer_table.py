@@ -1,11 +1,11 @@
-"""The table of docs/small_moments.md: steps with other optimizers and other dtypes of their moments, beside each other.
+"""The table of docs/small_moments.md: compares steps of several optimizers and dtypes of their moments.
 
     python bench/optimizer_table.py --nvme-path /local_nvme --rounds 4 --save
     python bench/optimizer_table.py --params 40M --seq 64 --ways AdamW,AdamW:8bit,Muon
 
-Each way, an optimizer and perhaps a dtype of its moments, is measured by `infinity-bench step` in a process of its own: beside
-plain PyTorch with the same optimizer in memory, and the drive. The ways take turns, in an order that changes from round to
-round; figures are medians over the rounds. Prints a table in Markdown and, last, one JSON line.
+Each way, an optimizer and optionally a dtype of its moments, is measured by `infinity-bench step` in a process of its
+own, with plain PyTorch with the same optimizer in memory, and the drive. The ways take turns, in an order that changes
+from round to round; figures are medians over the rounds. Prints a table in Markdown and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--params", default="200M", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=count, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--seq", type=count, default=16, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--seq", type=count, default=16, help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--clipping", type=norm, default=0.0, help="norm; 0 does not clip (default: %(default)s)")
     parser.add_argument("--ways", type=ways, default="AdamW,AdamW:bf16,AdamW:8bit", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=count, default=4, help="(default: %(default)s)")
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def ways(text: str) -> list[tuple[str, str]]:
-    """Optimizers and dtypes of their moments."""
+    """Parse optimizers and dtypes of their moments."""
     pairs = [(name, dtype or "fp32") for name, _, dtype in (way.partition(":") for way in text.split(","))]
     for name, dtype in pairs:
         if name not in OPTIMIZERS or dtype not in MOMENT_BYTES_OF:
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def step(options: argparse.Namespace, optimizer: str, dtype: str) -> dict[str, Any]:
-    """What `infinity-bench step` says of one way."""
+    """Return the result of `infinity-bench step` for one way."""
     command = [sys.executable, "-m", "infinity.cli.bench", "step", "--json", "-", "--params", options.params]
     command += [options.nvme_path, "--batch-size", str(options.batch_size), "--seq", str(options.seq)]
     command += ["--clipping", str(options.clipping), "--optimizer", optimizer, "--moments-dtype", dtype]
@@ -109,8 +109,8 @@ def show(medians: dict[str, dict[str, float]], numel: int) -> None:
         "step",
         "faster",
         "plain PyTorch",
-        "its bytes, by the drive",
-        "over the longer",
+        "drive time",
+        "over lower bound",
         "read",
         "written",
         "state",

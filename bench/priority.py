@@ -1,10 +1,10 @@
-"""How long a demand read takes while the drive is busy writing back: alone, with priorities, and without.
+"""Measures the latency of demand reads during write-back: on an idle drive, with priorities, and without.
 
     python bench/priority.py /local_nvme --rounds 7
 
-A thread keeps the queue full of long writes; single reads at random places come in between. Every round measures the idle
-drive, reads that overtake (DEMAND) and reads that stand in line (the writes' own priority), and the bandwidth of the writes
-in each. Prints a table and, last, one JSON line; --save appends it to bench/results/priority.jsonl.
+The queue is kept full of long writes; single reads at random places come in between. Every round measures the idle
+drive, reads that overtake (DEMAND) and reads that queue (the writes' priority), and the bandwidth of the writes in
+each. Prints a table and, last, one JSON line; --save appends it to bench/results/priority.jsonl.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Drive:
         return self.engine.start([Request(operation, self.arena.file, at, lease, 0, nbytes, priority)])[0]
 
     def run(self, seconds: float, priority: Priority, *, busy: bool) -> tuple[list[float], float]:
-        """Latencies of single reads (seconds), and bytes per second of the writes beside them."""
+        """Return latencies of single reads (seconds), and bytes per second of concurrent writes."""
         under_way: deque[Transfer] = deque()
         if busy:
             under_way.extend(self.write(i, i) for i in range(WRITES))
@@ -93,13 +93,13 @@ def percentile(values: list[float], share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder on the drive")
-    parser.add_argument("--size", type=parse_bytes, default=parse_bytes("4GiB"), help="of the file (default: 4GiB)")
-    parser.add_argument("--read-bytes", type=parse_bytes, default=256 * KIB, help="of one demand read (256KiB)")
+    parser.add_argument("--size", type=parse_bytes, default=parse_bytes("4GiB"), help="file size (default: 4GiB)")
+    parser.add_argument("--read-bytes", type=parse_bytes, default=256 * KIB, help="of a demand read (default: 256KiB)")
     parser.add_argument("--block-bytes", type=parse_bytes, default=MIB)
     parser.add_argument("--queue-depth", type=int, default=32)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--save", action="store_true", help="append the result to bench/results/priority.jsonl")
     args = parser.parse_args()
     cases = {

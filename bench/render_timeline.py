@@ -1,5 +1,5 @@
-"""A picture of a trace: what `stop_trace(path)`, or `--trace` of the commands, wrote. A row per drive and direction, then the
-rows of the training thread. Needs matplotlib.
+"""Draws a trace written by `stop_trace(path)` or a command's `--trace`. A row per drive and direction, then the rows of
+the training thread. Needs matplotlib.
 
     python bench/render_timeline.py trace.json timeline.png
     python bench/render_timeline.py trace.json timeline.png --from 0.2 --to 0.5     # seconds since the trace began
@@ -34,7 +34,7 @@ PARTS = {"forward": "#d6e6f5", "backward": "#fde1c8", "step": "#bfe3bf"}
 
 
 def rows_of(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """The events of each row, by its name, in the order in which viewers show them. Raises ValueError for another file."""
+    """Return the events of each row, by its name, in the order in which viewers show them. Raises ValueError."""
     try:
         events = json.loads(file.read_text())["traceEvents"]
         names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -48,14 +48,14 @@ def rows_of(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(rows: dict[str, list[dict[str, Any]]], file: Path, *, start: float, end: float) -> None:
-    """Write the figure to `file`, whose suffix says in which format: seconds `start` to `end` of the trace."""
+    """Draw seconds `start` to `end` of the trace to `file`, whose suffix selects the format."""
     with needs("plot"):
         from matplotlib.figure import Figure
     shown = [name for name in rows if name != "step"]
-    # The drives' rows stand apart from those of the training thread.
+    # A gap separates the drives' rows from the training thread's.
     places = {name: place + (0 if name.startswith("drive") else 0.4) for place, name in enumerate(shown)}
     lowest = max(places.values(), default=0) + 0.5
-    # So large that letters are still legible where a page shows it 800 pixels wide.
+    # Large enough to be legible on a page that shows it 800 pixels wide.
     figure = Figure(figsize=(10, 1.1 + 0.32 * lowest), layout="constrained")
     panel = figure.subplots()
     for name, place in places.items():
@@ -73,7 +73,7 @@ def draw(rows: dict[str, list[dict[str, Any]]], file: Path, *, start: float, end
 
 
 def _shade_parts(panel: Axes, parts: list[dict[str, Any]], start: float, end: float) -> None:
-    """Forward, backward and step behind the rows: by name above, and in a legend where that is too narrow for a name."""
+    """Shade forward, backward and step behind the rows, with names above, or in a legend if they are too narrow."""
     labelled, narrow = set(), {}
     for part in parts:
         name, left, right = part["name"], *_within(part, start, end)
@@ -88,14 +88,14 @@ def _shade_parts(panel: Axes, parts: list[dict[str, Any]], start: float, end: fl
             narrow.setdefault(name, band)
     legend = {name: band for name, band in narrow.items() if name not in labelled}
     if legend:
-        # Not "outside": there is room beside the label of the axis.
+        # Not "outside": there is room next to the axis label.
         panel.figure.legend(legend.values(), legend, loc="lower right", ncols=len(legend), frameon=False)
 
 
 def _write_shares(
     panel: Axes, rows: dict[str, list[dict[str, Any]]], places: dict[str, float], start: float, end: float
 ) -> None:
-    """At the right of each row, how much of the time that is shown it takes."""
+    """Write each row's share of the shown time at its right."""
     right = panel.get_yaxis_transform()
     decimals = 2 if end - start >= 1 else 3
     panel.text(1.01, -0.6, f"of {end - start:.{decimals}f} s", transform=right, va="bottom")
@@ -106,30 +106,28 @@ def _write_shares(
 
 
 def _within(event: dict[str, Any], start: float, end: float) -> tuple[float, float]:
-    """Seconds at which it begins and ends, cut to those from `start` to `end`."""
+    """Return the seconds at which an event begins and ends, cut to `start` and `end`."""
     return max(start, event["ts"] / 1e6), min(end, (event["ts"] + event["dur"]) / 1e6)
 
 
 def busy_by_row(rows: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Seconds that the events of each row take."""
+    """Return the seconds that the events of each row take."""
     return {name: sum(event["dur"] for event in events) / 1e6 for name, events in rows.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("picture", type=Path, help="its suffix says in which format: .png, .svg, .pdf")
-    parser.add_argument(
-        "--from", dest="start", type=float, default=0.0, help="seconds (default: where the trace begins)"
-    )
-    parser.add_argument("--to", dest="end", type=float, help="seconds (default: where it ends)")
+    parser.add_argument("picture", type=Path, help="its suffix selects the format: .png, .svg, .pdf")
+    parser.add_argument("--from", dest="start", type=float, default=0.0, help="seconds (default: the trace's begin)")
+    parser.add_argument("--to", dest="end", type=float, help="seconds (default: its end)")
     asked = parser.parse_args(argv)
     try:
         rows = rows_of(asked.trace)
         last = max((event["ts"] + event["dur"] for events in rows.values() for event in events), default=0.0) / 1e6
         end = last if asked.end is None else asked.end
         if not asked.start < end:
-            raise ValueError(f"nothing of {asked.trace} lies from {asked.start:g} s to {end:g} s")
+            raise ValueError(f"{asked.trace} has nothing from {asked.start:g} s to {end:g} s")
         draw(rows, asked.picture, start=asked.start, end=end)
     except (InfinityError, OSError, ValueError) as error:
         print(f"render_timeline: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its numbers, and where they are kept."""
+"""The environment that every benchmark stores with its numbers, and the files of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The environment that a number belongs to."""
+    """Return the environment of a number."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

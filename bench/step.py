@@ -1,4 +1,4 @@
-"""One training step beside what it could be, each way in a process of its own, interleaved in one run.
+"""Compares training steps with their lower bound, each way in a process of its own, interleaved in one run.
 
     python bench/step.py --params 40M --rounds 5 --nvme-path /local_nvme
     python bench/step.py --params 200M --ways torch,auto,forward,backward,step --deepspeed-python ../ds/bin/python
@@ -9,8 +9,8 @@
     python bench/step.py --params 200M --batch-size 1 --clipping 0 --ways step-phase,step-phase-unchecked
     python bench/step.py --params 1B --batch-size 1 --memory-limit 4GiB --pinned-bytes-max 512MiB --ways torch,auto
 
-Every round steps the same model each way, one after the other, and measures the drive before and after each. Prints a table
-and, last, one JSON line; with --save the line is appended to bench/results/step.jsonl.
+Every round steps the same model each way in turn, and measures the drive before and after each. Prints a table and,
+last, one JSON line; --save appends it to bench/results/step.jsonl.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ WAYS = (
     "step-phase",
     "step-phase-unchecked",
 )
-"""Plain PyTorch in memory, to which every step is held; FSDP2 in memory, the oracle of bits and no yardstick of time; paged in
-host memory; or on NVMe with the update then. With masters in full; with --host-cache; with all gradients on NVMe; without
-checksums; with every step committed; without --clipping; with all micro-batches of --accumulation at once. With the optimizer's
-transfers alone before and after each step, which then begins cold; these without checksums, as fio and others move them."""
+"""Plain PyTorch in memory, the reference; FSDP2 in memory, the oracle of bits and no reference of time; paged in host
+memory; or on NVMe with the update then. With masters in full; with --host-cache; with all gradients on NVMe; without
+checksums; with every step committed; without --clipping; with all micro-batches of --accumulation at once. With the
+optimizer's transfers alone before and after each step, which then begins cold; these without checksums, like fio's."""
 
 COMPARED = ("torch", "deepspeed")
-"""Ways to compare with: where one can't run here, a line says so, and the others go on."""
+"""Ways to compare with: if one can't run here, a line says so, and the others continue."""
 
 DRIVE_SECONDS = 0.7
 WARM_UP_ROUNDS = 5
-"""Not counted, whenever the processes have just started."""
+"""Rounds that are not counted after the processes start."""
 
 _ORDERED = (
     "batch_size",
@@ -82,7 +82,7 @@ class LeftOut(Exception):
 
 
 class Worker:
-    """A process that steps one way when asked to."""
+    """A process that takes steps of one way on request."""
 
     def __init__(self, way: str, order: dict[str, Any], python: str, limit: MemoryLimit) -> None:
         """Raises LeftOut."""
@@ -105,7 +105,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, who ends it
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends it
         )
         with contextlib.ExitStack() as unless_ready:
             unless_ready.callback(self.close)
@@ -114,7 +114,7 @@ class Worker:
             unless_ready.pop_all()
 
     def step(self) -> dict[str, Any]:
-        """Take a step; what it took. Raises LeftOut."""
+        """Take a step and return its measurements. Raises LeftOut."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -156,7 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(WAYS)} (default: %(default)s)",
     )
     parser.add_argument(
-        "--deepspeed-python", help="a Python that has deepspeed, to step its ZeRO-Infinity, too (libaio-dev is needed)"
+        "--deepspeed-python", help="a Python that has deepspeed, to step its ZeRO-Infinity (needs libaio-dev)"
     )
     parser.add_argument("--batch-size", type=count, default=4)
     parser.add_argument("--context", type=count, default=256)
@@ -168,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="largest norm of the gradient; 0 does not clip (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16"), default="bf16", help="of compute, in all ways (default: %(default)s)"
+        "--dtype", choices=("bf16", "fp16"), default="bf16", help="dtype of compute, in all ways (default: %(default)s)"
     )
     parser.add_argument(
         "--rounds", type=count, default=7, help="rounds, after two that are not counted (default: %(default)s)"
@@ -177,41 +177,41 @@ def make_parser() -> argparse.ArgumentParser:
         "--redraw",
         type=checked_value(whole_number, at_least=0),
         default=0,
-        help="after so many rounds start all processes and make all files anew, as where a file lies on a drive is worth some "
-        "percent; never where 0 (default: %(default)s)",
+        help="restart all processes and recreate all files after this many rounds, as a file's place on the drive is "
+        "worth some percent; 0: never (default: %(default)s)",
     )
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="one process at a time, for models of which two don't fit into memory: each way takes all rounds (or --redraw of "
-        "them) before the next way starts",
+        help="one process at a time, for models of which two don't fit into memory: each way takes all rounds (or "
+        "--redraw of them) before the next way starts",
     )
     parser.add_argument("--backend", default="auto", help="auto, io_uring, linux_aio or threads")
     parser.add_argument("--pinned-bytes-max", default="auto", help='such as "256MiB" (default: %(default)s)')
     parser.add_argument(
         "--memory-limit",
         type=checked(parse_bytes, at_least=1 << 30),
-        help='all memory that each way may have but those in memory, such as "4GiB": a control group of its own',
+        help='memory limit of each way that is not in memory, such as "4GiB": a control group of its own',
     )
-    parser.add_argument("--host-cache", default="0", help='of the "-cached" ways, such as "2GiB"')
+    parser.add_argument("--host-cache", default="0", help='cache of the "-cached" ways, such as "2GiB"')
     parser.add_argument(
         "--mmap-threshold",
         type=int,
-        help="bytes; blocks of memory that large go back to the kernel when they are freed, in all ways (glibc)",
+        help="bytes; freed memory blocks of this size return to the kernel, in all ways (glibc)",
     )
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument(
         "--drive-file",
         type=checked(parse_bytes, at_least=FILE_BYTES_MIN),
         default="2GiB",
-        help="size of the file that the drive is measured with (default: %(default)s); with a large one it may give less",
+        help="size of the drive's test file (default: %(default)s); a large one may lower its rates",
     )
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
     return parser
 
 
 def ways_of(text: str) -> list[str]:
-    """A type for argparse: ways, with commas between."""
+    """Check comma-separated ways (an argparse type)."""
     ways = text.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
         raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(WAYS)}")
@@ -219,7 +219,7 @@ def ways_of(text: str) -> list[str]:
 
 
 def checked(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], str]:
-    """A type for argparse: a number in words, checked, and kept as it was given for the JSON line."""
+    """Return an argparse type: a number as text, checked, and kept as given for the JSON line."""
     check = checked_value(parse, at_least=at_least)
 
     def checked(text: str) -> str:
@@ -230,7 +230,7 @@ def checked(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], st
 
 
 def show_and_save(args: argparse.Namespace) -> int:
-    """Measure; show and print what it took."""
+    """Measure; show and print the results."""
     line = measure(args)
     show(line["ways"])
     print(json.dumps(line))
@@ -240,7 +240,7 @@ def show_and_save(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Step each way, round after round; the JSON line of what it took."""
+    """Step each way, round after round. Returns the JSON line of results."""
     Path(args.nvme_path).mkdir(parents=True, exist_ok=True)
     order = {name: getattr(args, name) for name in _ORDERED}
     order |= {"numel": parse_count(args.params), "nvme_path": str(Path(args.nvme_path).resolve())}
@@ -266,9 +266,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def take_rounds(
     args: argparse.Namespace, order: dict[str, Any], pythons: dict[str, str], *, done: int, drive_first: bool
 ) -> list[Row]:
-    """What each way took, round by round, after `done` of them: as many as one place on the drive is for.
+    """Return the measurements of each way, round by round, after `done` rounds, until files are recreated (--redraw).
 
-    `drive_first`: make the drive's test file before the workers make theirs.
+    `drive_first`: create the drive's test file before the workers create theirs.
     """
     rows: list[Row] = [{} for _ in range(min(args.redraw or args.rounds, args.rounds - done))]
     with contextlib.ExitStack() as stack:
@@ -287,9 +287,9 @@ def take_rounds(
 def started(
     ways: list[str], order: dict[str, Any], pythons: dict[str, str], limit: MemoryLimit, stack: contextlib.ExitStack
 ) -> dict[str, Worker]:
-    """A worker for each way that can run here, in their order; closed with the stack. What is in memory has no limit."""
+    """Start a worker for each way that can run here, in order; closed with the stack. Ways in memory have no limit."""
     workers: dict[str, Worker] = {}
-    for way in sorted(ways, key=lambda way: way == "torch"):  # it looks at the memory that the others leave
+    for way in sorted(ways, key=lambda way: way == "torch"):  # it checks the memory that the others leave
         with left_out_in_a_line():
             allowed = MemoryLimit("none") if way in ("torch", "memory") else limit
             workers[way] = stack.enter_context(contextlib.closing(Worker(way, order, pythons[way], allowed)))
@@ -299,8 +299,8 @@ def started(
 def step_in_turns(
     args: argparse.Namespace, workers: dict[str, Worker], drive: DriveTest, rows: list[Row], done: int
 ) -> None:
-    """Step each way once a round, and put into `rows` what it took, after the rounds that don't count."""
-    settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
+    """Step each way once per round, and add the measurements to `rows`, after the rounds that don't count."""
+    settings = choose_storage(load_config(drive_config(args))).io  # as the workers use it
     for _ in range(WARM_UP_ROUNDS):
         print_times("warming up", {way: step for way in [*workers] if (step := stepped(workers, way))})
     before = rates_of(drive, settings)
@@ -318,7 +318,7 @@ def step_in_turns(
 
 
 def stepped(workers: dict[str, Worker], way: str) -> dict[str, Any] | None:
-    """What a step this way took; None where it can't go on, and is left out from then on."""
+    """Return a step's measurements; None if this way can't continue, and is left out from then on."""
     with left_out_in_a_line():
         return workers[way].step()
     del workers[way]
@@ -332,7 +332,7 @@ def print_times(name: str, row: Row, more: str = "") -> None:
 
 @contextlib.contextmanager
 def left_out_in_a_line() -> Iterator[None]:
-    """Say why a way is left out, and go on."""
+    """Print why a way is left out, and continue."""
     try:
         yield
     except LeftOut as reason:
@@ -340,14 +340,14 @@ def left_out_in_a_line() -> Iterator[None]:
 
 
 def filled_drive(args: argparse.Namespace, stack: contextlib.ExitStack) -> DriveTest:
-    """The drive's test file, written once; closed with the stack."""
+    """Return the drive's test file, written once; closed with the stack."""
     drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=parse_bytes(args.drive_file)))
     drive.fill()
     return drive
 
 
 def drive_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The part of the workers' config that says how the drive is driven."""
+    """Return the part of the workers' config that sets how the drive is used."""
     place = {"device": "nvme", "nvme_path": args.nvme_path}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -357,10 +357,10 @@ def drive_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rates_of(drive: DriveTest, settings: IoSettings, mixed_seconds: float = DRIVE_SECONDS) -> list[float]:
-    """Bytes/s of reads, of writes, and of both at once in equal parts.
+    """Return the bytes/s of reads, of writes, and of both at once in equal parts.
 
-    `mixed_seconds`: for how long both. What a long phase is held to must be as long: a drive that is slow now and then is
-    seldom caught at it by a short trial.
+    `mixed_seconds`: duration of the mixed trial. It must be as long as the phase that is compared with it: a short
+    trial seldom catches a drive that is slow now and then.
     """
     seconds = {Workload.MIXED: max(mixed_seconds, DRIVE_SECONDS)}
     return [drive.run(workload, settings, seconds.get(workload, DRIVE_SECONDS)).bytes_per_s for workload in Workload]

@@ -1,7 +1,7 @@
-"""What bench/step.py makes of its rounds: medians, ratios within a round, and a table. Pure but for the table.
+"""Summarizes the rounds of bench/step.py: medians, ratios within a round, and a table. Pure but for the table.
 
-A row is a round: for each way what its step took, as bench/step_worker.py says it, and under "drive" the drive's bytes/s of
-reads, of writes, and of both at once in equal parts, measured around that step.
+A row is a round: for each way the measurements of its step by bench/step_worker.py, and under "drive" the drive's
+bytes/s of reads, of writes, and of both at once in equal parts, measured around that step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def summarize(rows: list[Row], way: str) -> dict[str, Any] | None:
-    """Medians over the rounds; every ratio is taken within its round first. None for a way that was left out."""
+    """Return medians over the rounds, each ratio taken within its round first; None for a way that was left out."""
     if not all(way in row for row in rows):
         return None
     rows = [{name: step for name, step in row.items() if all(name in other for other in rows)} for row in rows]
@@ -67,14 +67,14 @@ def summarize(rows: list[Row], way: str) -> dict[str, Any] | None:
     summary["pinned_mib"] = round(steps[-1]["pinned_bytes"] / MIB)
     summary["drive_seconds"] = median(drive_seconds(row, way) for row in rows)
     bounds = [lower_bound(row, way) for row in rows]
-    if all(bound > 0 for bound in bounds):  # else all is cached, and there is nothing to compare with
+    if all(bound > 0 for bound in bounds):  # else everything is cached, and there is no bound
         summary["lower_bound_seconds"] = median(bounds)
         summary["over_lower_bound"] = median(step["seconds"] / bound for step, bound in zip(steps, bounds, strict=True))
     if "torch" in rows[0] and update == "forward":
         summary["over_forward_lower_bound"] = median(
             row[way]["seconds"] / forward_lower_bound(row, way) for row in rows
         )
-    if update == "step" and variant not in ("full", "spilled"):  # as much is read as written, both at once
+    if update == "step" and variant not in ("full", "spilled"):  # reads and writes are equal, both at once
         optimizer = [step["step"] for step in steps]
         on_drive = [2 * step["step_bytes"][1] / step["drive"][2] for step in steps]
         summary |= ratio("optimizer_over_drive", optimizer, on_drive)
@@ -88,28 +88,28 @@ def summarize(rows: list[Row], way: str) -> dict[str, Any] | None:
 
 
 def ratio(name: str, seconds: list[float], others: list[float]) -> dict[str, float]:
-    """The median over the rounds of the ratio within each, and the ratio of what all rounds took together."""
+    """Return the median of the ratios within the rounds, and the ratio of the sums over all rounds."""
     pairs = zip(seconds, others, strict=True)
     return {name: median(a / b for a, b in pairs), f"{name}_in_all": round(sum(seconds) / sum(others), 4)}
 
 
 def drive_seconds(row: Row, way: str) -> float:
-    """What the bytes of a step take at the drive's mixed rate of that round: those of its plan, fewer where the pool spared
-    some. What was moved twice doesn't count twice."""
+    """Return the drive time for a step's bytes at that round's mixed rate: those of its plan, fewer if the pool saved
+    some. Bytes that were moved twice count once."""
     step = row[way]
     moved_bytes = step["read_bytes"], step["written_bytes"]
     return float(sum(map(min, step["step_bytes"], moved_bytes)) / step["drive"][2])
 
 
 def lower_bound(row: Row, way: str) -> float:
-    """[Note: The lower bound of a measured step] in cli/measured_step.py; the drive's alone without plain PyTorch."""
+    """Return [Note: The lower bound of a measured step] in cli/measured_step.py; without plain PyTorch the drive's."""
     plain = row["torch"]["seconds"] if "torch" in row else 0.0
     return max(plain, drive_seconds(row, way))
 
 
 def phase_seconds(row: Row, way: str) -> float:
-    """What the bytes that were moved within the optimizer's phase take at the drive's bandwidth of that round: as many as were
-    both read and written, at once; the rest alone. State that the backward read ahead is not among them."""
+    """Return the drive time for the bytes moved in the optimizer's phase, at that round's bandwidth: mixed as far as
+    reads and writes are equal, the others alone. State that the backward read ahead is not among them."""
     read, written = row[way]["phase_bytes"]
     read_rate, write_rate, mixed_rate = row[way]["drive"]
     both = min(read, written)
@@ -117,11 +117,11 @@ def phase_seconds(row: Row, way: str) -> float:
 
 
 def forward_lower_bound(row: Row, way: str) -> float:
-    """What a step can't go below whose updates wait for the next forward, with the compute of plain PyTorch.
+    """Return the lower bound of a step whose updates wait for the next forward, with the compute of plain PyTorch.
 
-    No update may begin before the last gradient is known, and each must have ended when its group is used. So all state is
-    read and written in the forward, but for the part in the pool at either end: as much is read ahead in the backward before,
-    and written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
+    No update may begin before the last gradient is known, and each must end before its group is used. So all state is
+    read and written in the forward, except for the part in the pool at either end: as much is read ahead in the
+    previous backward, and written in the next one. With S bytes of state, a pool of M bytes and drives that take turns,
 
         T_step >= max(forward and update, (S - M) / BW_read + (S - M) / BW_write) + backward
     """
@@ -132,7 +132,7 @@ def forward_lower_bound(row: Row, way: str) -> float:
 
 
 def show(results: dict[str, dict[str, Any] | None]) -> None:
-    """A table for people, on standard error."""
+    """Print a table on standard error."""
     columns = {
         "step s": "seconds",
         "forward": "forward",

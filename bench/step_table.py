@@ -1,12 +1,12 @@
-"""The table of the README: a step of infinity beside plain PyTorch in memory, the drive, and DeepSpeed.
+"""The table of the README: compares a step of infinity with plain PyTorch in memory, the drive, and DeepSpeed.
 
     python bench/step_table.py --nvme-path /local_nvme --deepspeed-python ../ds/bin/python
     python bench/step_table.py --params 200M --micro-batches 1x64,2x128 --clipping 1e9 --lines never.jsonl
     python bench/step_table.py --params 1B --micro-batches 1x256 --clipping 1e9 --memory-limit 4GiB --pinned-bytes-max 512MiB
 
-Measures every size, micro-batch and norm of clipping as bench/step.py does, one after the other, and appends a JSON line for
-each to the file of --lines. What that file has already is not measured again, so the same command goes on where it was stopped;
-give another file, or remove it, to begin anew. Prints the rows of the table last, in Markdown.
+Measures every size, micro-batch and norm of clipping in turn, as bench/step.py does, and appends a JSON line for each
+to the file of --lines. Lines that the file already has are not measured again, so the same command resumes where it was
+stopped; give another file, or remove it, to measure all again. Prints the rows of the table last, in Markdown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.host_memory import available_bytes
 from infinity.units import format_count, parse_count
 
 BYTES_PER_PARAMETER = 80
-"""Of plain PyTorch, infinity and DeepSpeed, all in memory at once: where less is available, one runs at a time."""
+"""For plain PyTorch, infinity and DeepSpeed, all in memory at once: if less is available, one runs at a time."""
 
 COLUMNS = (
     "parameters",
@@ -37,9 +37,9 @@ COLUMNS = (
     "clipped at",
     "within",
     "plain PyTorch in memory",
-    "bytes, by the drive",
+    "drive time",
     "infinity",
-    "over the longer",
+    "over lower bound",
     "DeepSpeed",
     "over infinity",
     "CPU s, infinity / plain",
@@ -61,22 +61,20 @@ def main() -> int:
         "--clipping", type=listed(norm), default="0,1", help="norms; 0 does not clip (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of compute (default: %(default)s)")
-    parser.add_argument(
-        "--memory-limit", help="as of bench/step.py: none of it for plain PyTorch, which is never limited"
-    )
-    parser.add_argument("--pinned-bytes-max", default="auto", help="as of bench/step.py (default: %(default)s)")
-    parser.add_argument("--way", default="auto", help="infinity's, of bench/step.py (default: %(default)s)")
-    parser.add_argument("--deepspeed-python", help="as of bench/step.py; without it DeepSpeed's columns are empty")
-    parser.add_argument("--rounds", type=count, default=7, help="of each line (default: %(default)s)")
+    parser.add_argument("--memory-limit", help="as for bench/step.py, which never limits plain PyTorch")
+    parser.add_argument("--pinned-bytes-max", default="auto", help="as for bench/step.py (default: %(default)s)")
+    parser.add_argument("--way", default="auto", help="infinity's way of bench/step.py (default: %(default)s)")
+    parser.add_argument("--deepspeed-python", help="as for bench/step.py; without it DeepSpeed's columns are empty")
+    parser.add_argument("--rounds", type=count, default=7, help="rounds per line (default: %(default)s)")
     parser.add_argument("--nvme-path", default=str(Path(__file__).resolve().parent.parent / ".nvme"))
-    parser.add_argument("--drive-file", default="2GiB", help="as of bench/step.py (default: %(default)s)")
+    parser.add_argument("--drive-file", default="2GiB", help="as for bench/step.py (default: %(default)s)")
     parser.add_argument("--lines", type=Path, default=RESULTS / "step_table.jsonl", help="(default: %(default)s)")
     parser.set_defaults(func=run)
     return run_program(parser, None)
 
 
 def listed(check: Any) -> Any:
-    """A type for argparse: values with commas between, each checked and kept as it was given."""
+    """Return an argparse type: comma-separated values, each checked and kept as given."""
 
     def parse(text: str) -> list[str]:
         for value in (values := text.split(",")):
@@ -90,7 +88,7 @@ def listed(check: Any) -> Any:
 
 
 def micro_batch(text: str) -> tuple[int, int]:
-    """(sequences, tokens of each). Raises ValueError."""
+    """Parse (sequences, tokens of each). Raises ValueError."""
     sequences, _, tokens = text.partition("x")
     if not (sequences.isdecimal() and tokens.isdecimal() and int(sequences) > 0 and int(tokens) > 1):
         raise ValueError(f"expected sequences x tokens such as 2x128, got {text!r}")
@@ -123,7 +121,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What was asked for: of a line, or of the options of bench/step.py."""
+    """Return the key of a line, or of the options of bench/step.py."""
     ways = {*line["ways"], *(["deepspeed"] if line.get("deepspeed_python") else [])}
     asked = line.get("asked", line["params"]), line.get("dtype", "bf16")
     memory = line.get("memory_limit"), line.get("pinned_bytes_max", "auto")
@@ -131,7 +129,7 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def order_of(options: argparse.Namespace, params: str, batch: tuple[int, int], clipping: str) -> argparse.Namespace:
-    """The options of bench/step.py for one line."""
+    """Return the options of bench/step.py for one line."""
     values = {"--params": params, "--batch-size": batch[0], "--context": batch[1], "--clipping": clipping}
     values |= {"--ways": f"torch,{options.way}", "--rounds": options.rounds, "--nvme-path": options.nvme_path}
     values |= {"--drive-file": options.drive_file, "--dtype": options.dtype}
@@ -144,13 +142,13 @@ def order_of(options: argparse.Namespace, params: str, batch: tuple[int, int], c
 
 
 def table_of(lines: list[dict[str, Any]], way: str) -> list[str]:
-    """The table in Markdown, a row for each line."""
+    """Return the table in Markdown, a row for each line."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *(row_of(line, way) for line in lines)]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def row_of(line: dict[str, Any], way: str) -> tuple[str, ...]:
-    """The cells of one line; empty for a way that was not measured, or was left out."""
+    """Return the cells of one line; empty for a way that was not measured, or was left out."""
     ours, plain, deepspeed = (line["ways"].get(name) or {} for name in (way, "torch", "deepspeed"))
 
     def cell(values: dict[str, Any], name: str, form: str) -> str:

@@ -1,8 +1,9 @@
-"""One way of training, as bench/step.py measures it, in a process of its own: infinity and plain PyTorch under its Python,
-DeepSpeed under one that has deepspeed.
+"""The worker of bench/step.py: trains in one way, in a process of its own. infinity and plain PyTorch run under its
+Python, DeepSpeed under one that has deepspeed.
 
-Its argument is a JSON object, {"way", "params", "batch_size", "context", "clipping", "nvme_path", ...}. It says "ready", or why
-it can't run here. Then it answers each line on standard input with one JSON line: what a whole step took, its writes included.
+Its argument is a JSON object, {"way", "params", "batch_size", "context", "clipping", "nvme_path", ...}. It prints
+"ready", or why it can't run here. It answers each line on standard input with a JSON line: a step's measurements,
+including its writes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class LeftOut(Exception):
 
 
 def torch_way(order: dict[str, Any]) -> Step:
-    """Plain PyTorch in memory ("torch"), to which every step is compared. If the model doesn't fit, a model of a quarter of its
-    blocks is stepped, and its times are multiplied by the ratio of their parameters. Raises LeftOut if that doesn't fit."""
+    """Return the step of plain PyTorch in memory ("torch"), the reference. If the model doesn't fit, one with a quarter
+    of its blocks is used, and times are multiplied by the ratio of parameters. Raises LeftOut if that doesn't fit."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     from gpt import GPT, VOCABULARY, config_for
@@ -73,11 +74,11 @@ def torch_way(order: dict[str, Any]) -> Step:
 
 
 def infinity_way(order: dict[str, Any]) -> Step:
-    """On the device ("memory"), in host memory ("host"), or on NVMe with the updates as infinity chooses ("auto"), in "step",
-    "forward" or "backward"; "-full" keeps masters in full, "-cached" a part of the state in host memory, "-spilled" gradients
-    on NVMe, "-unchecked" no checksums, "-durable" commits every step, "-unclipped" does not clip, "-vertical" trains all
-    micro-batches at once, "-phase" moves all state before and after each step, as the optimizer does but without arithmetic.
-    A way may have several of these."""
+    """Return the step on the device ("memory"), in host memory ("host"), or on NVMe with updates as infinity chooses
+    ("auto"), in "step", "forward" or "backward". "-full" stores masters in full, "-cached" part of the state in host
+    memory, "-spilled" gradients on NVMe, "-unchecked" has no checksums, "-durable" commits every step, "-unclipped"
+    does not clip, "-vertical" trains all micro-batches at once, "-phase" moves all state before and after each step,
+    like the optimizer without its arithmetic. A way may have several of these."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -110,12 +111,12 @@ def infinity_way(order: dict[str, Any]) -> Step:
         model = GPT(config_for(order["numel"], order["context"]))
     try:
         engine = infinity.initialize(model=model, config=config)[0]
-    except infinity.InfinityError as error:  # a full drive, a pool too small: the traceback would tell no more
+    except infinity.InfinityError as error:  # a full drive, a pool too small: the traceback would not help
         sys.exit(str(error))
     batches = _batches(order)
 
     def phase() -> float:
-        """Seconds that the transfers of an optimizer step take with nothing to do in between."""
+        """Return the seconds of an optimizer step's transfers without arithmetic."""
         assert engine.swap is not None
         began = time.perf_counter()
         engine.swap.paged.updates.defer({sub: lambda lease: None for sub in engine.swap.paged.sub_groups})
@@ -148,7 +149,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
             measured |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
             measured["step_bytes"] = engine.swap.step_bytes()
             measured["pinned_bytes"] = after.pinned_bytes
-        if between is not None and after is not None and "phase" in variants:  # nothing was on its way when it began
+        if between is not None and after is not None and "phase" in variants:  # nothing was in flight when it began
             measured["phase_bytes"] = [
                 getattr(after, name) - getattr(between, name) for name in ("read_bytes", "written_bytes")
             ]
@@ -169,15 +170,15 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 _TIMES = {"seconds", "forward", "backward", "step", "cpu_seconds", "minor_faults"}
-"""Of a step; multiplied if a shorter model was stepped."""
+"""Times of a step, multiplied if a shorter model was stepped."""
 
 _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
 
 
 def deepspeed_way(order: dict[str, Any]) -> Step:
-    """DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe ("deepspeed"), with options that were fast for it here.
+    """Return the step of DeepSpeed's ZeRO-3 with all state on NVMe ("deepspeed"), with options that were fast here.
 
-    `order["offload"]`: "cpu" leaves both in host memory. `order["checkpointing"]`: recompute activations in the backward.
+    `order["offload"]`: "cpu" keeps it in host memory. `order["checkpointing"]`: recompute activations in the backward.
     """
     import deepspeed
     import torch
@@ -199,7 +200,7 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": order.get("sub_group_size", 100_000_000),
-            # What it keeps gathered must fit its buffers. 200 M are within this, as within its defaults.
+            # Gathered parameters must fit its buffers. 200 M are within this, as within its defaults.
             "stage3_max_live_parameters": 250_000_000,
             "stage3_max_reuse_distance": 250_000_000,
             "offload_param": {
@@ -238,7 +239,7 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
 
 
 def _batches(order: dict[str, Any]) -> list[Any]:
-    """The micro-batches of every step."""
+    """Return the micro-batches of every step."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +248,7 @@ def _batches(order: dict[str, Any]) -> list[Any]:
 
 
 def _passes(model: Any, backward: Callable[[Any], Any], batches: list[Any]) -> tuple[float, dict[str, Any]]:
-    """Forward and backward of one micro-batch after the other: the mean loss, and the seconds of each."""
+    """Run forward and backward of each micro-batch in turn. Returns the mean loss, and the seconds of both."""
     import torch
 
     losses, seconds = [], {"forward": 0.0, "backward": 0.0}
@@ -269,25 +270,25 @@ def _loss(logits: Any, batch: Any) -> Any:
 
 
 def disk_bytes() -> tuple[int, int]:
-    """Read and written by this process, as the kernel's block layer was asked for them."""
+    """Return the bytes that this process read and wrote, by the kernel's block layer."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
 def usage() -> tuple[float, int]:
-    """Of this process so far, all threads together: CPU seconds in user code and in the kernel, and minor faults."""
+    """Return this process's CPU seconds (user and kernel) and minor faults so far, over all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime, used.ru_minflt
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident size of this process. getrusage would tell that of the process that started it, if it is more."""
+    """Return the largest resident size of this process. getrusage would return its parent's, if larger."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines["VmHWM"].split()[0])
 
 
 def ring_cpu_seconds() -> float:
-    """Of the I/O engine's ring threads alone, which submit transfers and compute checksums."""
+    """Return the CPU seconds of the I/O engine's ring threads, which submit transfers and compute checksums."""
     total = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has just ended
@@ -299,7 +300,7 @@ def ring_cpu_seconds() -> float:
 def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a framework prints must not come between the answers
+    os.dup2(2, 1)  # keeps a framework's output out of the answers
     try:
         step = {"torch": torch_way, "deepspeed": deepspeed_way}.get(order["way"], infinity_way)(order)
     except LeftOut as reason:
@@ -310,7 +311,7 @@ def main() -> None:
         before, (cpu_before, faults_before), rings_before = disk_bytes(), usage(), ring_cpu_seconds()
         measured = step()
         after, (cpu, faults) = disk_bytes(), usage()
-        if not measured.get("phases"):  # which are not the step's
+        if not measured.get("phases"):  # whose times are not the step's
             measured |= {
                 "cpu_seconds": cpu - cpu_before,
                 "minor_faults": faults - faults_before,
@@ -321,7 +322,7 @@ def main() -> None:
             measured[name] *= measured.get("scale", 1)
         measured["peak_rss_bytes"] = peak_rss_bytes()
         print(json.dumps(measured), file=answers, flush=True)
-    os._exit(0)  # what is on the drive is not wanted any more, and some frameworks take long to let go of it
+    os._exit(0)  # the drive's files are no longer needed, and some frameworks take long to release them
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Several drives, one of them slow: what striping by bandwidth gives, beside equal stripes and the fast drive alone.
+"""Compares striping by bandwidth over drives of unequal speed with equal stripes and with each drive alone.
 
     python bench/striping.py /nvme0 /nvme1
     python bench/striping.py /local_nvme/a /local_nvme/b --limits 400MB,100MB      # one drive, slowed down to look like two
 
 --limits needs a test build of infinity (`make setup-test`).
 
-Every round reads and writes the same bytes each way. `ideal` is the sum of what the drives give alone in that round. Prints a
-table and, last, one JSON line; --save appends it to bench/results/striping.jsonl.
+Every round reads and writes the same bytes each way. `ideal` is the sum of the drives' rates alone in that round.
+Prints a table and, last, one JSON line; --save appends it to bench/results/striping.jsonl.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Layout:
         self.move("write")
 
     def move(self, operation: str) -> float:
-        """Bytes per second of all bytes, once."""
+        """Move all bytes once; return the bytes per second."""
         began = time.perf_counter()
         for at in range(0, self.nbytes, CHUNK_BYTES):
             request = Request(operation, self.arena.file, at, self.lease, 0, CHUNK_BYTES, Priority.DEMAND)
@@ -66,7 +66,7 @@ class Layout:
 
 
 def slow_down(paths: Sequence[Path], bytes_per_s: Sequence[float]) -> None:
-    """Limit the rate of the files under each path. Exits without a test build, which alone can do so."""
+    """Limit the rate of the files under each path. Exits without a test build, which this needs."""
     make_worse = getattr(_aio, "make_worse", None)
     if make_worse is None:
         raise SystemExit("striping: error: --limits needs a test build of infinity: make setup-test")
@@ -77,7 +77,7 @@ def slow_down(paths: Sequence[Path], bytes_per_s: Sequence[float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", type=Path, nargs="+", help="folders on the drives")
-    parser.add_argument("--limits", default="", help="bytes per second of each, to slow drives down; 0 for as it is")
+    parser.add_argument("--limits", default="", help="bytes per second of each, to slow drives down; 0 for no limit")
     parser.add_argument(
         "--size", type=parse_bytes, default=parse_bytes("256MiB"), help="bytes per round (default: 256MiB)"
     )

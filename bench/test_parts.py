@@ -1,8 +1,8 @@
-"""The small parts that every transfer pays for, timed by pytest-benchmark:
+"""Times the small operations that every transfer needs, with pytest-benchmark:
 
     python -m pytest bench/test_parts.py
 
-Not part of the test suite: what it says depends on the machine, so nothing here can fail for being slow.
+Not part of the test suite: results depend on the machine, so nothing here fails for being slow.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_lease_and_give_back(benchmark: BenchmarkFixture) -> None:
     pool = PinnedPool(64 * MIB)
-    leases = [pool.lease(MIB) for _ in range(32)]  # a pool in use has holes
+    leases = [pool.lease(MIB) for _ in range(32)]  # fragment the pool, as in use
     for lease in leases[::2]:
         lease.give_back()
     benchmark(lambda: pool.lease(2 * MIB).give_back())

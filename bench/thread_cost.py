@@ -1,14 +1,15 @@
-"""What bookkeeping costs: CPU seconds of the training thread per step, by number of groups and of sub-groups.
+"""Measures bookkeeping: CPU seconds of the training thread per step, by number of groups and of sub-groups.
 
     python bench/thread_cost.py --rounds 3 --nvme-path /local_nvme
     python bench/thread_cost.py --groups 1000 --sub-groups "" --ways stock,memory
     python bench/thread_cost.py --groups "" --sub-groups 10000 --ways backward --profile backward.txt
 
-The models are so small that next to nothing is computed, so what is left is what the training thread spends on deciding and
-starting: `--groups` are blocks of one small parameter, a sub-group each; `--sub-groups` are so many in ten blocks, cut as small
-as can be. The pool holds half of the state, so that what is staged is given up and read again. Every way is a process of its
-own, and they step by turns; "stock" is FSDP2 with torch's AdamW and nothing of ours. Prints a table and, last, one JSON line
-(medians; a step, and an evaluation of the same model); --save appends it to bench/results/thread_cost.jsonl.
+The models are so small that compute is negligible; the training thread's time is spent on decisions and on starting
+transfers. `--groups` are blocks of one small parameter, a sub-group each; `--sub-groups` is their number in ten blocks,
+cut as small as possible. The pool holds half of the state, so that staged bytes are evicted and read again. Every way
+is a process of its own, and they step in turns; "stock" is FSDP2 with torch's AdamW, without infinity. Prints a table
+and, last, one JSON line (medians; a step, and an evaluation of the same model); --save appends it to
+bench/results/thread_cost.jsonl.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ WAYS = (
         if (update, variant) != ("backward", "-spilled")
     ),
 )
-"""FSDP2 alone; the engine in memory; or on NVMe with the update then, with every step committed, with all gradients on NVMe."""
+"""FSDP2 alone; the engine in memory; or on NVMe with this update timing, with commits, with all gradients on NVMe."""
 
 WIDTH = 64
 SUB_GROUP_NUMEL = 2048
 STATE_BYTES = 12
-"""Per element, with a split master."""
+"""Bytes per element, with a split master."""
 POOL_BYTES_MIN = 9 << 20
 BLOCKS_OF_SUB_GROUPS = 10
 WARM_UP_STEPS = 2
-"""Not counted: the path of the first is recorded, and the second begins with a cold pool."""
+"""Steps not counted: the first is recorded, and the second begins with a cold pool."""
 
 
 class Worker:
-    """A process that steps one model one way when asked to."""
+    """A process that takes steps of one model in one way on request."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -65,12 +66,12 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the parent, who ends it
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends it
         )
         self._answer()
 
     def ask(self, request: str) -> dict[str, float]:
-        """Do "step" or "evaluate"; CPU seconds of the training thread by phase, and "seconds" of the clock."""
+        """Run "step" or "evaluate". Returns CPU seconds of the training thread by phase, and wall-clock "seconds"."""
         assert self._process.stdin is not None
         self._process.stdin.write(request + "\n")
         self._process.stdin.flush()
@@ -92,9 +93,9 @@ class Worker:
 
 
 def work(order: dict[str, Any]) -> None:
-    """The worker's side."""
+    """Run the worker."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed must not come between the answers
+    os.dup2(2, 1)  # keeps other output out of the answers
     acts = {"step": _measured(order, training=True), "evaluate": _measured(order, training=False)}
     step, evaluate = _made(order)
     print(json.dumps({}), file=answers, flush=True)
@@ -124,7 +125,7 @@ def _measured(order: dict[str, Any], *, training: bool) -> Callable[[Callable[[]
 
 
 def _made(order: dict[str, Any]) -> tuple[Callable[[], list[float]], Callable[[], list[float]]]:
-    """What takes a step, and what evaluates: each returns this thread's CPU clock at its beginning and after each phase."""
+    """Return functions that step and evaluate; each returns this thread's CPU clock at start and after each phase."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import torch
     import torch.distributed as dist
@@ -229,7 +230,7 @@ def _made(order: dict[str, Any]) -> tuple[Callable[[], list[float]], Callable[[]
 
 
 def order_for(way: str, *, groups: int, sub_groups: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What a worker is told; so many groups of one sub-group each, or so many sub-groups in a few groups."""
+    """Return a worker's order: `groups` groups of one sub-group each, or `sub_groups` sub-groups in a few groups."""
     numel = (sub_groups or groups) * SUB_GROUP_NUMEL
     return {
         "way": way,
@@ -243,7 +244,7 @@ def order_for(way: str, *, groups: int, sub_groups: int, args: argparse.Namespac
 
 
 def measure(args: argparse.Namespace, ways: list[str], **size: int) -> dict[str, dict[str, float]]:
-    """By way: medians over the rounds."""
+    """Return medians over the rounds, by way."""
     workers: dict[str, Worker] = {}
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     try:
@@ -254,7 +255,7 @@ def measure(args: argparse.Namespace, ways: list[str], **size: int) -> dict[str,
                 row = worker.ask("step")
                 if round_number >= WARM_UP_STEPS:
                     rows[way].append(row)
-        for _ in range(1 + args.rounds):  # the first learns the path
+        for _ in range(1 + args.rounds):  # the first records the path
             for way, worker in workers.items():
                 evaluation = worker.ask("evaluate")["cpu_seconds"]
                 rows[way].append({"evaluate": evaluation})
@@ -270,7 +271,7 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
-    """A table for people, on standard error."""
+    """Print a table on standard error."""
     table = Table("size", "way", "CPU s a step", "forward", "backward", "step", "evaluation", "s")
     for size, ways in results.items():
         for way, row in ways.items():
@@ -285,9 +286,9 @@ def main() -> int:
     parser.add_argument("--sub-groups", default="1000,4000,10000", help="numbers of sub-groups (default: %(default)s)")
     parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pool-share", type=float, default=0.5, help="of the state (default: %(default)s)")
+    parser.add_argument("--pool-share", type=float, default=0.5, help="share of the state (default: %(default)s)")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="a folder on a drive (default: %(default)s)")
-    parser.add_argument("--profile", help="a file that gets cProfile's figures of each step and evaluation")
+    parser.add_argument("--profile", help="file for cProfile's figures of each step and evaluation")
     parser.add_argument("--save", metavar="WHEN", help="append the JSON line, under this name, to bench/results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
