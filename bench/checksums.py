@@ -3,7 +3,7 @@
     python bench/checksums.py --rounds 7
 
 Each round sums pages in memory, and pages in the caches. Prints one JSON line (GB/s, medians); --save appends
-it to bench/results/checksums.jsonl. Their cost in a step: `bench/step.py --ways forward,forward-unchecked`.
+it to bench/results/checksums.jsonl. The cost in a step: `bench/step.py --ways forward,forward-unchecked`.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def timed(order: dict[str, Any], step: Callable[[], float]) -> float:
 
 
 def labelled(order: dict[str, Any], numel: int, seconds: float) -> dict[str, Any]:
-    """Return what was measured, where, the step time, and the peak GPU memory."""
+    """Return the measurement's labels, step time and peak GPU memory."""
     import torch
     from results import machine
 

@@ -3,7 +3,7 @@
 `DIR/TAG/` holds the manifest, and for each rank `rankN.arena` (infinity/checkpoint/snapshot.py) and `rankN.record`. Another
 thread copies (infinity/store/arena_copy.py).
 
-[Note: When an arena checkpoint is there]
+[Note: When an arena checkpoint is complete]
 `start` returns when copying has begun. A checkpoint gets its name when all ranks have copied, which no rank knows
 alone. So it is named at a point that all ranks reach: in the first `step` that finds all ranks done, or in `finish`,
 which waits (the next save or load, `finish_checkpoint` and `close` call it). Until then only the hidden folder exists,
@@ -62,7 +62,7 @@ ALONE_SECONDS_MIN = 60.0
 
 
 class Saving:
-    """A checkpoint that is being copied: see [Note: When an arena checkpoint is there]. Used by all ranks alike.
+    """A checkpoint that is being copied: see [Note: When an arena checkpoint is complete]. Used by all ranks alike.
 
     record: this rank's record file, written once the arena is copied; without `copying` it is written already.
     """

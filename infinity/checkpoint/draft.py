@@ -49,7 +49,7 @@ class Draft:
     """
 
     def __init__(self, directory: str | os.PathLike[str], tag: str) -> None:
-        """A collective: the folder is the same on all ranks."""
+        """Create a draft with the same folder on all ranks. A collective."""
         self.root, self.tag, self.identity = Path(directory), tag, from_first_rank(secrets.token_hex(8))
         self.work_folder = work_path(self.root, self.identity)
         self.folder = self.work_folder / "new"

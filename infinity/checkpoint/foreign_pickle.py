@@ -5,7 +5,7 @@ their elements are read. Any thread.
 `torch.save` writes a zip archive: a pickle of everything but the elements of tensors, and a record for each storage.
 Such a pickle names classes and functions to call. Here none is called: a few names that data needs (ordered dicts,
 sizes, tensors) map to a stand-in of ours that makes plain data, all others to an `Inert`, which stores its arguments
-and does nothing. No module is imported, so the program that wrote the file need not be installed. What is read is
+and does nothing. No module is imported, so the program that wrote the file need not be installed. Reads are
 bounded by the length of the file: see careful_pickle.py.
 """
 
@@ -83,7 +83,7 @@ class Inert:
         """Drop an item of a dict; those of lists and sets are dropped, too."""
 
     def append(self, item: Any) -> None:
-        """See `__setitem__`."""
+        """Drop an item: see `__setitem__`."""
 
     extend = add = append
 

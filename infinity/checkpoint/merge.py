@@ -96,7 +96,7 @@ class _Settings:
 
 
 class _Adapter:
-    """A LoRA adapter as PEFT saves it, its tensors in memory. Raises CheckpointError where it can't be merged."""
+    """A LoRA adapter as PEFT saves it, its tensors in memory. Raises CheckpointError if it can't be merged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -214,7 +214,7 @@ def _import(options: argparse.Namespace) -> int:
         f"{source.path}: {source.kind}, {source.ranks} rank(s), step {facts['global_steps']}, "
         f"{format_count(imported.numel)} parameters in {facts['parameter_tensors']} tensors",
         *(f"left out: {reason}" for reason in imported.left_out),
-        f"nothing is written; would write {place}"
+        f"nothing is written; an import writes {place}"
         if options.dry_run
         else f'{place}: load_checkpoint("{options.output}")',
     ]

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "lines such as `worker-0 slots=8`; default: this machine"
     add("-H", "--hostfile", type=named_path, metavar="FILE", help=text)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("-i", "--include", metavar="HOSTS", help="only these slots, such as worker-0@worker-1:0,2")
+    chosen.add_argument("-i", "--include", metavar="HOSTS", help="only these hosts, such as worker-0@worker-1:0,2")
     chosen.add_argument("-e", "--exclude", metavar="HOSTS", help="all but these")
     add("--num-nodes", "--num_nodes", type=count, metavar="N", help="only the first N of these hosts")
     names = ("--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus")

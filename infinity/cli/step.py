@@ -143,7 +143,7 @@ def _plain_in_words(result: dict[str, Any]) -> str:
 
 
 def _lower_bound_in_words(result: dict[str, Any]) -> str:
-    """[Note: The lower bound of a measured step]"""
+    """Describe the lower bound. [Note: The lower bound of a measured step]"""
     if result["over_lower_bound"] is None:
         return "none: nothing moved, and plain PyTorch was left out"
     which = "the longer of the two" if result["torch_in_memory_seconds"] is not None else "the drive time alone"

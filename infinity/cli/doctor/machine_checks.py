@@ -205,9 +205,9 @@ def check_huge_pages(section: Section, pages: HugePages) -> None:
         return
     section.facts |= {"trial_huge": slab.huge_pages, "trial_notes": list(slab.notes)}
     if slab.huge_pages and not slab.notes:
-        section.add("trial", Mark.OK, f"a slab of {format_bytes(SLAB_BYTES)} lies in huge pages")
+        section.add("trial", Mark.OK, f"a slab of {format_bytes(SLAB_BYTES)} is in huge pages")
         return
-    text = "; ".join(slab.notes) or f"a slab of {format_bytes(SLAB_BYTES)} lies in small pages"
+    text = "; ".join(slab.notes) or f"a slab of {format_bytes(SLAB_BYTES)} is in small pages"
     section.add("trial", Mark.WARN, text, f"{allow}; echo 1 > /proc/sys/vm/compact_memory joins fragmented memory")
 
 

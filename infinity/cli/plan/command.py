@@ -78,7 +78,7 @@ def run(asked: argparse.Namespace) -> int:
     if (chosen := told.chosen) is None:
         unwritten = [file for file in (asked.write_config, asked.timeline) if file is not None]
         for file in unwritten:
-            older = ", where an older one stays" if file.exists() else ""
+            older = ", an older file stays there" if file.exists() else ""
             print(f"infinity-bench plan: full training does not fit: nothing written to {file}{older}", file=sys.stderr)
         return 0 if told.something_fits and not unwritten else 1
     if asked.write_config is not None:

@@ -12,8 +12,8 @@ GB = 1e9
 
 # GPU: 989 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 450 GB/s each way (H100 SXM5 data sheet). Training
 # of dense models reaches 40 % of the peak (38 to 43 % in "The Llama 3 Herd of Models", 2024, table 4).
-# Node: 2 TB, two sockets of 8 channels DDR5-4800 (614 GB/s, of which 80 % reached), 8 network ports of 400 Gb/s for
-# compute, PCIe Gen5 x16 (64 GB/s, of which 55 reached), 8 U.2 drives of 3.84 TB (DGX H100 user guide).
+# Node: 2 TB, two sockets of 8 channels DDR5-4800 (614 GB/s, 80 % reached), 8 network ports of 400 Gb/s for
+# compute, PCIe Gen5 x16 (64 GB/s, 55 reached), 8 U.2 drives of 3.84 TB (DGX H100 user guide).
 # Drives: Gen4 of this class read 6.0 and write 3.25 GB/s sustained, 48 and 26 together.
 _DGX_H100 = Machine(
     name="DGX H100",

@@ -170,7 +170,7 @@ def _words(plan: Plan) -> list[str]:
         bound = f"{format_seconds(plan.lower_bound_seconds)} by {plan.bound}"
         reached = plan.lower_bound_seconds / plan.step_seconds
         per_token = f", {plan.written_bytes_per_token / 1e6:.3g} MB written per token" * plan.strategy.uses_nvme
-        lines.append(f"lower bound: {bound}, of which the step reaches {reached:.0%}")
+        lines.append(f"lower bound: {bound}, which is {reached:.0%} of the step time")
         lines.append(f"a billion tokens: {plan.hours_per_billion_tokens:.3g} hours{per_token}")
     for part, resource, share in plan.limits():
         lines.append(f"{part}: limited by {_LIMITS.get(resource, resource)}, busy {share:.0%} of its time")
@@ -427,5 +427,5 @@ def _memory_as_json(memory: Memory) -> dict[str, dict[str, int]]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """Return None for infinity, which JSON lacks."""
     return None if math.isinf(value) else value

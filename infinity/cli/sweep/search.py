@@ -188,7 +188,7 @@ class Search:
         return max(bests, key=lambda standing: standing.bytes_per_s, default=None)
 
     def recommended(self) -> Choice | None:
-        """The one setting for all workloads, or None before anything was tried on all three."""
+        """Return the one setting for all workloads, or None before anything was tried on all three."""
         choices = self._choices(self._final) or self._choices(self._short)
         return prefer(choices, IoSettings(self.backends[0])) if choices else None
 
