@@ -218,7 +218,9 @@ class Config(Block):
             )
             raise config_error("config", [problem])
         if parts > 1 and config.infinity.micro_batches_at_once != "auto":
-            problem = f"infinity.micro_batches_at_once: remove it, as all {parts} parts of infinity.micro_batches are at once"
+            problem = (
+                f"infinity.micro_batches_at_once: remove it, as all {parts} parts of infinity.micro_batches are at once"
+            )
             raise config_error("config", [problem])
         if batch.accumulation % (at_once := config.micro_batches_at_once):
             problem = f"infinity.micro_batches_at_once: got {at_once}, expected a divisor of the {batch.accumulation}"
