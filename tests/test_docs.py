@@ -257,20 +257,7 @@ def test_machines_are_as_the_plan_says(asked: Any) -> None:
     assert "\n".join(machines_page().section(asked)) in page, "python tools/make_machines_page.py > docs/machines.md"
 
 
-def rows_in(text: str) -> list[dict[str, str]]:
-    """Of the first table in it."""
-    lines = text[text.index("\n| ") + 1 :].split("\n\n")[0].splitlines()
-    head, _, *rows = (line.strip("| ").split(" | ") for line in lines)
-    return [dict(zip(head, cells, strict=True)) for cells in rows if len(cells) == len(head)]
-
-
-def test_the_readme_repeats_the_machines_and_names_the_hardware_that_was_tried() -> None:
-    page, readme = ((ROOT / name).read_text() for name in ("docs/machines.md", "README.md"))
+def test_the_page_of_machines_names_the_hardware_that_was_tried() -> None:
+    page = (ROOT / "docs" / "machines.md").read_text()
     assert machines_page().HEAD in page and page.endswith(machines_page().FOOT + "\n")
-    planned = {section.splitlines()[0]: rows_in(section) for section in page.split("\n## ")[1:]}
-    table = readme[readme.index("\n| machine | ") :].split("\n\n")[0]
-    repeated = rows_in(table)
-    assert [row["tokens a step"] for row in repeated] == ["131 072"] * 6 + ["8 192"] * 2
-    for row in repeated:
-        assert any(row.items() <= {"machine": row["machine"], **each}.items() for each in planned[row["machine"]])
-    assert "really tried" in table.splitlines()[-1] and "really tried" in page
+    assert "really tried" in page

@@ -13,7 +13,11 @@ from typing import Any
 
 import launch
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import infinity
 from infinity.cli import bench
 from infinity.cli.plan import here
 from infinity.cli.sweep import run as sweep_run
@@ -128,6 +132,28 @@ SHORT: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
     "python examples/quickstart.py": lambda path, patch: quickstart(path, patch, 1),
     "torchrun --nproc-per-node 8 examples/quickstart.py": lambda path, patch: quickstart(path, patch, 2),
 }
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_programs_of_the_readme_train(nvme_path: Path) -> None:
+    whole, in_a_loop = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    for program in (whole, in_a_loop):
+        model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1), nn.Flatten(0), _Mean())
+        before = model[0].weight.detach().clone()
+        if program is in_a_loop:
+            fully_shard(model)
+        names: dict[str, Any] = {"model": model, "dataset": torch.randn(64, 8), "infinity": infinity}
+        exec(program.replace("/local_nvme", str(nvme_path)).replace("2GiB", "16MiB"), names)
+        if program is in_a_loop:
+            model(torch.randn(2, 8)).backward()
+            names["optimizer"].step()
+        assert not torch.equal(names["model"].state_dict()["0.weight"].full_tensor(), before)
+        (names["swap"] if program is in_a_loop else names["engine"]).close()
+
+
+class _Mean(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float().mean()
 
 
 def test_each_command_that_is_named_has_a_short_form_and_the_other_way_round() -> None:
