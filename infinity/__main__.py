@@ -18,6 +18,7 @@ _COMMANDS = {
     "infinity-bench plan --params 7B": "predicts which model fits which machine, and its speed",
     "infinity-bench sweep PATH": "measures a drive and saves its best settings",
     "infinity-bench step PATH": "times training steps against plain PyTorch and the drive",
+    "infinity-bench report PATH": "runs doctor, sweep and step, and prints one row to share",
     "infinity-run --hostfile FILE ...": "trains on the hosts of a hostfile, or on this machine",
     "infinity-ckpt": "inspects, verifies, converts and imports checkpoints",
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.cli import bench
+from infinity.cli import report as report_command
 from infinity.cli.plan import here
 from infinity.cli.sweep import run as sweep_run
 from infinity.units import MIB
@@ -82,6 +86,30 @@ def in_bench(command: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.main(words) in (0, 1)
 
 
+def report(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three commands run here, in short forms."""
+    more = {
+        "doctor": "",
+        "sweep": "--size 64MiB --rounds 1 --backend threads --no-profile",
+        "step": "--steps 1 --warmup 1 --seq 16 --pinned-bytes-max 64MiB",
+    }
+
+    def short(words: list[str], *, quiet: bool) -> int:
+        in_bench(" ".join(["infinity-bench", *words, *more[words[0]].split()]), path, monkeypatch)
+        return 0
+
+    monkeypatch.setattr(report_command, "run_command", short)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert bench.main(["report", str(path), "--params", "1M", "--json", "report.json"]) == 0
+    header, dashes, row = (line.strip("| ").split(" | ") for line in printed.getvalue().splitlines()[-3:])
+    cells = dict(zip(header, row, strict=True))
+    results = json.loads(Path("report.json").read_text())
+    assert len(dashes) == len(row) and cells["tokens"] == "1 × 4 × 16"
+    assert cells["infinity"] == f"{results['step']['seconds']:.2f} s"
+    assert cells["GB/s read, written, mixed"].split(", ")[0] == f"{results['sweep']['read']['bytes_per_s'] / 1e9:.2f}"
+
+
 def quickstart(path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """examples/quickstart.py in the current folder: on one rank with what the plan wrote, on several with the page's config."""
     if ranks == 1:
@@ -128,6 +156,7 @@ SHORT: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
     "infinity-bench sweep /local_nvme --quick": in_short(
         "infinity-bench sweep /local_nvme --quick --size 64MiB --rounds 1 --backend threads"
     ),
+    "infinity-bench report /local_nvme": report,
     PLAN: in_short(PLAN.replace("8B", "10M --seq 64")),  # run by the next
     "python examples/quickstart.py": lambda path, patch: quickstart(path, patch, 1),
     "torchrun --nproc-per-node 8 examples/quickstart.py": lambda path, patch: quickstart(path, patch, 2),

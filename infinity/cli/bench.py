@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 
 import infinity
-from infinity.cli import step
+from infinity.cli import report, step
 from infinity.cli.doctor import command as doctor
 from infinity.cli.plan import command as plan
 from infinity.cli.program import run_program
 from infinity.cli.sweep import command as sweep
 
-_COMMANDS = (doctor, sweep, plan, step)
+_COMMANDS = (doctor, sweep, plan, step, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

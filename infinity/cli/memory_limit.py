@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from infinity.errors import InfinityError
 
@@ -31,9 +32,11 @@ class MemoryLimit:
     command: tuple[str, ...] = ()
     enter: Callable[[], None] | None = None
 
-    def run(self, command: list[str], *, pass_fds: Sequence[int] = ()) -> int:
+    def run(self, command: list[str], *, pass_fds: Sequence[int] = (), stdout: TextIO | None = None) -> int:
         """Run a command on this terminal until it ends. Returns its exit status, -N if signal N ended it."""
-        with subprocess.Popen([*self.command, *command], preexec_fn=self.enter, pass_fds=pass_fds) as process:
+        with subprocess.Popen(
+            [*self.command, *command], preexec_fn=self.enter, pass_fds=pass_fds, stdout=stdout
+        ) as process:
             while True:
                 try:
                     status = process.wait()

@@ -45,7 +45,7 @@ def test_wrong_usage_is_two_and_says_what_is_right(arguments: tuple[str, ...]) -
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["doctor", "sweep", "plan", "step"])
+@pytest.mark.parametrize("command", ["doctor", "sweep", "plan", "step", "report"])
 def test_commands_are_alike(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main([command, "--help"])
