@@ -112,7 +112,7 @@ def test_the_training_is_limited_and_plain_pytorch_is_not(nvme_path: Path) -> No
     assert list(nvme_path.iterdir()) == []
     too_much = run(nvme_path, "--params", "10M", "--batch-size", 128, "--seq", 512, "--memory-limit", "1GiB")
     assert too_much.returncode == 1
-    assert "ended" in too_much.stderr and "raise" in too_much.stderr and "--memory-limit" in too_much.stderr
+    assert "killed" in too_much.stderr and "raise" in too_much.stderr and "--memory-limit" in too_much.stderr
 
 
 @pytest.mark.parametrize("moment", ["its processes start", "it has begun"])

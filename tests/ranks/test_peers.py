@@ -177,7 +177,7 @@ def test_a_forked_child_runs_no_pass_of_its_rank(store: dist.Store, monkeypatch:
     other_rank_enters(ours, store, 1, "a forward of step 0.0")
     with monkeypatch.context() as child:
         child.setattr(peers.os, "getpid", lambda: -1)
-        with pytest.raises(infinity.InfinityError, match=r"forked .* from rank 0"), ours.in_pass("a forward", standing):
+        with pytest.raises(infinity.InfinityError, match=r"forked from rank 0"), ours.in_pass("a forward", standing):
             pass
     assert not ours.parted
     with ours.in_pass("a forward", standing):

@@ -605,7 +605,7 @@ def test_what_a_batch_that_is_split_refuses(nvme_path: Path) -> None:
             engine(tokens, torch.zeros(5))
         engine.backward(engine(tokens)["loss"])
         engine.zero_grad()
-        with pytest.raises(infinity.InfinityError, match=r"gradient of 0\.5 instead of 1; pass it to engine\.backward"):
+        with pytest.raises(infinity.InfinityError, match=r"gradient is 0\.5 instead of 1"):
             engine.backward(engine(tokens)["loss"] / 2)
         engine.zero_grad()
         engine(tokens)  # without its backward
