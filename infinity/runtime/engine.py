@@ -238,18 +238,27 @@ class Engine(DeepSpeedSurface):
                 'infinity.schedule "vertical" runs all micro-batches of a step at once: call engine.train_batch(data_iter), or '
                 'set it to "auto"'
             )
-        if loss.numel() != 1:
-            raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
-        if retain_graph and self._vertical.awaits_rest:
-            raise InfinityError("a batch that is split (infinity.micro_batches) keeps no graph: leave retain_graph out")
+        def check() -> None:
+            if loss.numel() != 1:
+                raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+            if retain_graph and self._vertical.awaits_rest:
+                raise InfinityError(
+                    "a batch that is split (infinity.micro_batches) keeps no graph: leave retain_graph out"
+                )
+
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        self._backward(1, iter([divided]), partial(_backward_from, retain_graph=retain_graph))
+        self._backward(1, iter([divided]), partial(_backward_from, retain_graph=retain_graph), check)
         return divided
 
     def _backward(
-        self, count: int, losses: Iterator[torch.Tensor], run: Callable[[Iterator[torch.Tensor]], None]
+        self,
+        count: int,
+        losses: Iterator[torch.Tensor],
+        run: Callable[[Iterator[torch.Tensor]], None],
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        """The backward of so many micro-batches, which `run` takes from their divided losses, once these are scaled."""
+        """Run the backward of `count` micro-batches: `run` takes their divided losses, scaled. `check` runs first, in the
+        pass, so that its error reaches all ranks."""
         divided: list[torch.Tensor] = []
 
         def scaled() -> Iterator[torch.Tensor]:
@@ -258,7 +267,7 @@ class Engine(DeepSpeedSurface):
                 yield self._scaled(loss)
                 del loss  # and all that it was computed from, before the next one is
 
-        with self._in_backward(count):
+        with self._in_backward(count, check):
             run(scaled())
             self._vertical.end()
             self._progress.end_backward(divided)
@@ -267,9 +276,10 @@ class Engine(DeepSpeedSurface):
         return loss.float() * self.cur_scale if self._loss_scale.may_overflow else loss
 
     @contextlib.contextmanager
-    def _in_backward(self, count: int) -> Iterator[None]:
-        """Around a backward of so many micro-batches."""
+    def _in_backward(self, count: int, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Around a backward of `count` micro-batches. `check` runs first: see `_backward`."""
         with self._in_pass("a backward"), self._timing("bwd"):
+            check()
             self._check_trains()
             _check_none_unfrozen(self.module, self._frozen)
             self._guard.settle()

@@ -280,4 +280,4 @@ def test_a_traced_step_comes_as_events_figures_and_a_picture(nvme_path: Path, tm
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert picture.read_bytes().startswith(b"\x89PNG") and "drive 0 read" in shown
     refused = subprocess.run([*command, "--from", "1e9"], capture_output=True, text=True, timeout=120, check=False)
-    assert refused.returncode == 1 and "nothing of" in refused.stderr
+    assert refused.returncode == 1 and "has nothing" in refused.stderr
