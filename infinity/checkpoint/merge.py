@@ -23,9 +23,9 @@ from safetensors import safe_open
 
 from infinity.checkpoint.consolidate import Progress, write_model
 from infinity.errors import CheckpointError, parsing, printable
-from infinity.fsdp2.materialize import open_tensors
+from infinity.fsdp2.materialize import open_tensors, stored_parameters
 from infinity.store.files import parse_json
-from infinity.store.stored_parameter import parts_of_codes
+from infinity.store.foreign import StoredTensor
 from infinity.units import MIB
 
 _PATTERNS = {"lora_A.weight": "down", "lora_B.weight": "up"}
@@ -63,7 +63,7 @@ def merge(
     lora = _Adapter(Path(adapter))
     with parsing(f"{adapter} can't be merged into {source}", _INSTEAD), ExitStack() as stack:
         where = open_tensors(source, stack)
-        if parts_of_codes(where):
+        if not all(isinstance(stored, StoredTensor) for stored in stored_parameters(source).values()):
             raise CheckpointError(
                 f"{source} is in 4 or 8 bits, which adapters can't be merged into: name its 16-bit original"
             )

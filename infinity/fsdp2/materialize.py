@@ -28,7 +28,8 @@ from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
-from infinity.store.stored_parameter import parts_of_codes, read_rows, stored_parameter
+from infinity.store.formats import parameters_in
+from infinity.store.stored_parameter import read_rows, stored_parameter
 from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
@@ -47,10 +48,14 @@ def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
 
 
 def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
-    """Return the tensor names in safetensors (a file or a folder). Raises CheckpointError as `load_weights`."""
-    with ExitStack() as stack:
-        names = frozenset(open_tensors(Path(path), stack))
-    return names - parts_of_codes(names)
+    """Return the names of parameters and buffers in safetensors (a file or a folder). Raises as `stored_parameters`."""
+    return frozenset(stored_parameters(path))
+
+
+def stored_parameters(path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
+    """Return the contents of safetensors (as for `load_weights`) by parameter name. Raises CheckpointError if a file is
+    damaged, ConfigError if a package that decodes it is missing."""
+    return parameters_in(_by_name(Path(path), read_header))
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
@@ -67,9 +72,9 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
-    """Return the frozen parameters that can stay in safetensors (as for `load_weights`): place by first name. Raises
-    CheckpointError if a file is damaged, ConfigError if a package that decodes them is missing."""
-    where = _by_name(Path(path), read_header)
+    """Return the frozen parameters that can stay in safetensors (as for `load_weights`): place by first name. Raises as
+    `stored_parameters`."""
+    where = stored_parameters(path)
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model, where)
     for parameter, names in parameter_names(model).items():
@@ -83,7 +88,7 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
     return resting
 
 
-def _stored(names: Sequence[str], where: Mapping[str, StoredTensor]) -> StoredParameter | None:
+def _stored(names: Sequence[str], where: Mapping[str, StoredParameter]) -> StoredParameter | None:
     """Return the stored form of a parameter with these names; None if the files lack it."""
     return stored_parameter(names, [parts for name in names for parts in parts_in_files(name)], where)
 
@@ -101,15 +106,15 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         required |= dict(parameter_names(model).items())
         required |= buffer_names(model, persistent=True)
         names_of = {**required, **buffer_names(model, persistent=False)}
-        found_as = names_in_files(model, where)
-        headers = _by_name(Path(path), read_header)
+        parameters = stored_parameters(path)
+        found_as = names_in_files(model, parameters)
         in_files = {tensor: found_as(names) for tensor, names in names_of.items()}
         stored_as = {
-            tensor: stored for tensor, names in in_files.items() if (stored := _stored(names, headers)) is not None
+            tensor: stored for tensor, names in in_files.items() if (stored := _stored(names, parameters)) is not None
         }
         known = {name for names in in_files.values() for name in with_parts(names)}
         missing = sorted({names[0] for tensor, names in required.items() if tensor not in stored_as} - {*but})
-        unexpected = sorted(set(where) - known - parts_of_codes(where))
+        unexpected = sorted(set(parameters) - known)
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} does not match the model: "

@@ -70,7 +70,7 @@ class StoredTensor:
 
 
 class StoredParameter(Protocol):
-    """What a frozen parameter is read from: a `StoredTensor`, or another form of stored_parameter.py."""
+    """What a frozen parameter is read from: a `StoredTensor`, several parameters (stored_parameter.py), or codes (formats/)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,6 +86,13 @@ class StoredParameter(Protocol):
 def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes (1-D) as elements: a view, or a copy where they begin at an odd place."""
     return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
+
+
+def read_bytes(place: FileRange | StoredTensor) -> torch.Tensor:
+    """The bytes there (1-D), through the page cache; a single one for none."""
+    with place.path.open("rb") as file:
+        file.seek(place.offset)
+        return torch.frombuffer(bytearray(file.read(place.nbytes) or b"\0"), dtype=torch.uint8)
 
 
 def parse_shape(sizes: Iterable[object]) -> tuple[int, ...]:
