@@ -65,7 +65,8 @@ def merge(
         where = open_tensors(source, stack)
         if not all(isinstance(stored, StoredTensor) for stored in stored_parameters(source).values()):
             raise CheckpointError(
-                f"{source} is in 4 or 8 bits, which adapters can't be merged into: name its 16-bit original"
+                f"{source} is in 4 or 8 bits, which adapters can't be merged into: name its 16- or 32-bit "
+                "original, whose dtype the merged model gets"
             )
         tensors = {name: _dtype_and_shape(where[name], name) for name in sorted(where)}
         lora.check_fits(tensors, source)

@@ -54,8 +54,9 @@ def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
 
 def stored_parameters(path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
     """Return the contents of safetensors (as for `load_weights`) by parameter name. Raises CheckpointError if a file is
-    damaged, ConfigError if a package that decodes it is missing."""
-    return parameters_in(_by_name(Path(path), read_header))
+    damaged, ConfigError if its format is not supported or a package that decodes it is missing."""
+    place = Path(path)
+    return parameters_in(_by_name(place, read_header), place if place.is_dir() else place.parent)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:

@@ -42,6 +42,17 @@ FOREIGN_DTYPES = {
 }
 """What frozen parameters may be in where they rest in files, by the names of the format. Each is exact in fp32."""
 
+DTYPES = {
+    **FOREIGN_DTYPES,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+}
+"""Those, and what coded parameters are made of."""
+
 _DIMENSIONS_MAX = 64
 _HEADER_BYTES_MAX = 100 * MIB
 """As the safetensors library has it."""
@@ -59,6 +70,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    def row(self, number: int) -> StoredTensor:
+        """One row of it, as a tensor of its own."""
+        row_bytes = self.nbytes // self.shape[0]
+        return StoredTensor(self.path, self.dtype, self.shape[1:], self.offset + number * row_bytes, row_bytes)
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
         row_bytes = self.nbytes // self.shape[0] if self.nbytes else 0
@@ -126,7 +142,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if {type(begin), type(end)} != {int} or not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(f"{name} ends behind the file")
             shape = parse_shape(entry["shape"])
-            itemsize = FOREIGN_DTYPES[entry["dtype"]].itemsize if entry["dtype"] in FOREIGN_DTYPES else None
+            itemsize = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
             if itemsize is not None and end - begin != math.prod(shape) * itemsize:
                 raise ValueError(f"{name} has {end - begin} bytes, which its shape doesn't fit")
             tensors[name] = StoredTensor(path, str(entry["dtype"]), shape, 8 + length + begin, end - begin)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import coded
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from published import FORMATS
 from safetensors.torch import save_file
 from torch import nn
 
@@ -96,6 +97,8 @@ CASES = {
     "few live parameters": Case(live=60_000, files=2, evaluate=True),
     "int8": Case(coded="int8", files=2, evaluate=True),
     "int8, computed in fp32": Case(coded="int8", bf16=False, state_on="nvme"),
+    "fp8 with scales of blocks": Case(coded="fp8, blocks", width=160, files=2, evaluate=True),
+    "int4 with zeros": Case(coded="int4, zeros", width=160),
 }
 FOUR_BITS = {
     "nf4": Case(coded="nf4", files=2, evaluate=True),
@@ -105,7 +108,12 @@ FOUR_BITS = {
 """With bitsandbytes only."""
 
 
-ON_SEVERAL_RANKS = ("several files", "adapters on NVMe, clipped", "int8")
+ON_SEVERAL_RANKS = (
+    "several files",
+    "adapters on NVMe, clipped",
+    "int8",
+    "fp8 with scales of blocks",
+)
 
 
 def save(folder: Path, case: Case) -> Path:
@@ -121,12 +129,15 @@ def save_decoded(folder: Path, case: Case) -> Path:
     """The same weights, where they are coded in 16 or 32 bits."""
     torch.manual_seed(1)
     tensors = {name: p.detach().to(case.dtype) for name, p in Model(case.width).named_parameters()}
-    decoded = coded.decode(coded.encode(tensors, case.coded), torch.bfloat16 if case.bf16 else torch.float32)
-    return write(folder, decoded, case)
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    decoded = coded.decode(coded.encode(tensors, case.coded), case.coded, dtype)
+    return write(folder, decoded, replace(case, coded=""))
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], case: Case) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    if case.coded in FORMATS:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": FORMATS[case.coded].config}))
     if case.files == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder

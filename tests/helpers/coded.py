@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits as bitsandbytes' users have them, and their values, element by element."""
+"""Weights in 8 and 4 bits as bitsandbytes' users have them, or in a published format, and their values, element by element."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import published
 import torch
 
 STATE = ".quant_state.bitsandbytes__"
@@ -16,7 +17,9 @@ def is_coded(name: str, tensor: torch.Tensor) -> bool:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
-    """`how`: int8, nf4, fp4 or "nf4 twice", whose scales are coded again."""
+    """`how`: int8, nf4, fp4 or "nf4 twice", whose scales are coded again; or a format of published.py."""
+    if how in published.FORMATS:
+        return published.encode(tensors, how, is_coded)
     made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if not is_coded(name, tensor):
@@ -38,7 +41,9 @@ def encode(tensors: Mapping[str, torch.Tensor], how: str) -> dict[str, torch.Ten
     return made
 
 
-def decode(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def decode(tensors: Mapping[str, torch.Tensor], how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if how in published.FORMATS:
+        return published.decode(tensors, how, dtype)
     made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.int8:

@@ -2,20 +2,47 @@
 
 [Note: Coded weights]
 A coded parameter is several tensors of a file: its codes, and scales for rows or blocks of it. They are read as they are, so 1
-or about 0.53 bytes per element come from the drive and go to the device. There they are decoded into the dtype of compute.
+or about 0.55 bytes per element come from the drive and go to the device. There they are decoded into the dtype of compute.
+
+The family is the `quant_method` of `quantization_config` in the config.json that lies with the files. A family's `parameters`
+gives the parameters that the tensors of files hold, by their names in the model; what it doesn't know stays a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from infinity.errors import parsing
+from infinity.store.files import read_small
 from infinity.store.foreign import StoredParameter, StoredTensor
-from infinity.store.formats import bitsandbytes
+from infinity.store.formats import bitsandbytes, compressed_tensors, fp8
+from infinity.store.quantization_config import METHODS, quantization_of
+from infinity.units import MIB
+
+_CONFIG_BYTES_MAX = 16 * MIB
+
+_FAMILIES: dict[str, Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], dict[str, StoredParameter]]] = {
+    "bitsandbytes": bitsandbytes.parameters,
+    "fp8": fp8.parameters,
+    "mxfp8": fp8.parameters,
+    "compressed-tensors": compressed_tensors.parameters,
+    "modelopt": compressed_tensors.modelopt_parameters,
+}
+assert (*_FAMILIES,) == METHODS
 
 
-def parameters_in(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParameter]:
+def parameters_in(tensors: Mapping[str, StoredTensor], folder: Path) -> dict[str, StoredParameter]:
     """The parameters that tensors of safetensors hold, by name, those that are not coded included.
 
-    Raises CheckpointError where the tensors of one don't fit together, ConfigError where what decodes them is not installed.
+    `folder`: with the files, and maybe a config.json. Raises CheckpointError where the tensors of a parameter don't fit, or a
+    config is damaged, ConfigError where the format is unknown, or what decodes it is not installed.
     """
-    return bitsandbytes.parameters(tensors)
+    config: dict[str, Any] = {}
+    if (path := folder / "config.json").is_file():
+        with parsing(f"{path} is damaged or no config.json of a model", "fetch or save it again"):
+            config = dict(json.loads(read_small(path, _CONFIG_BYTES_MAX)))
+    method, described = quantization_of(config, path)
+    return _FAMILIES[method](tensors, described)

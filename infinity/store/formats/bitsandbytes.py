@@ -33,8 +33,8 @@ _AT_ONCE_NUMEL = 1 << 20
 """Elements that are decoded at once: what stays in the cache of a core."""
 
 
-def parameters(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParameter]:
-    """The parameters that these tensors hold, those that are not coded included."""
+def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
+    """The parameters that these tensors hold, those that are not coded included. Their names and states say all of them."""
     parts = _parts(tensors)
     made: dict[str, StoredParameter] = {name: tensor for name, tensor in tensors.items() if name not in parts}
     for part in sorted(parts & tensors.keys()):

@@ -1,0 +1,125 @@
+"""fp8 and packed fp4 with scales for blocks, rows, or the whole matrix: transformers' and DeepSeek's "fp8", and "mxfp8".
+
+`weight` is F8_E4M3 or F8_E5M2, or I8 with two fp4 codes in a byte, the first in the low bits. `weight_scale_inv` (or
+`weight_scale`, `scale`, `qscale_weight`) has a scale for each block. Its size is `weight_block_size` of the config, and blocks
+at the edges may be cut; without it, and for fp4, the blocks divide the matrix evenly. A value is code · scale in fp32:
+`Fp8Dequantize` in transformers, `weight_dequant` in DeepSeek-V3's inference/kernel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import parsing
+from infinity.store.foreign import StoredParameter, StoredTensor
+from infinity.store.formats.coded import (
+    E2M1,
+    Coded,
+    Piece,
+    decode_blocks,
+    fp8_values,
+    nibbles,
+    row_scales,
+    scale_values,
+    shaped,
+    whole,
+    without_activations,
+)
+
+CODES = ("F8_E4M3", "F8_E5M2", "I8")
+SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+"""U8 is an exponent, as F8_E8M0."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Blocks(Coded):
+    """A matrix, or a stack of them, with a scale for each `block` (rows, columns). `through`: see `decode_blocks`."""
+
+    block: tuple[int, int]
+    through: torch.dtype | None = None
+
+    def row(self, number: int) -> Fp8Blocks:
+        codes, scales = (piece.tensor.row(number) for piece in self.pieces)
+        return _blocks(codes, self.shape[1:], scales, self.block, self.through)
+
+    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
+        codes, scales = pieces[0].flatten(0, -2), scale_values(pieces[1])
+        if out.dim() == 3:
+            scales = scales.repeat_interleave(self.block[0], 1)[:, : out.shape[1]].flatten(0, 1)
+        else:
+            scales = row_scales(scales, first, len(out), self.block[0])
+
+        def values(rows: slice) -> torch.Tensor:
+            of_rows = codes[rows]
+            return nibbles(of_rows, E2M1, out.shape[-1]) if codes.dtype is torch.int8 else fp8_values(of_rows)
+
+        decode_blocks(out.flatten(0, -2), values, scales, columns=self.block[1], through=self.through)
+
+
+def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
+    """The parameters that these tensors hold, those that are not coded included."""
+    tensors = without_activations(tensors)
+    made: dict[str, StoredParameter] = dict(tensors)
+    for name, codes in tensors.items():
+        if codes.dtype in CODES:
+            problem = f"{codes.path}: {name}, which is in {codes.dtype}, and its scales don't fit together"
+            with parsing(problem, "fetch or save it again"):
+                scale = _scale_name(name, tensors)
+                made[name] = scaled_fp8(codes, tensors[scale], config.get("weight_block_size"))
+                made.pop(scale)
+    return made
+
+
+def scaled_fp8(
+    codes: StoredTensor, scales: StoredTensor, block: object, *, through: torch.dtype | None = None
+) -> Fp8Blocks:
+    """The matrices that `codes` are, with `scales`. `block`: (rows, columns) with one scale, as configured, or None."""
+    shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == "I8" else 1))
+    if len(shape) not in (2, 3) or min(shape) < 1 or scales.dtype not in SCALES:
+        raise ValueError(f"codes of shape {codes.shape} with scales in {scales.dtype}")
+    stack = shape[:-2]
+    grid = scales.shape[len(stack) :]
+    if scales.shape[: len(stack)] != stack:
+        raise ValueError(f"codes of shape {codes.shape} with scales of shape {scales.shape}")
+    if grid in ((), (1,)):
+        grid = (1, 1)
+    elif grid == (shape[-2],):
+        grid = (shape[-2], 1)
+    if len(grid) != 2 or min(grid) < 1:
+        raise ValueError(f"codes of shape {codes.shape} with scales of shape {scales.shape}")
+    block = None if codes.dtype == "I8" else block  # that of fp8
+    return _blocks(codes, shape, shaped(scales, *stack, *grid), _block_of(shape[-2:], grid, block), through)
+
+
+def _blocks(
+    codes: StoredTensor,
+    shape: tuple[int, ...],
+    scales: StoredTensor,
+    block: tuple[int, int],
+    through: torch.dtype | None,
+) -> Fp8Blocks:
+    rows = Piece(scales) if len(shape) == 3 else Piece(scales, rows=block[0])
+    one = len(shape) == 2 and scales.shape[0] == 1
+    return Fp8Blocks(shape, (Piece(codes), whole(scales, *scales.shape) if one else rows), block, through)
+
+
+def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], configured: object) -> tuple[int, int]:
+    """How many rows and columns have one scale."""
+    if isinstance(configured, (list, tuple)) and len(configured) == 2:
+        rows, columns = (int(size) for size in configured)
+        if rows > 0 < columns and grid == (-(-shape[0] // rows), -(-shape[1] // columns)):
+            return rows, columns
+        raise ValueError(f"a matrix of shape {shape} with scales of shape {grid} for blocks of {rows} x {columns}")
+    if shape[0] % grid[0] or shape[1] % grid[1]:
+        raise ValueError(f"a matrix of shape {shape} with scales of shape {grid}")
+    return shape[0] // grid[0], shape[1] // grid[1]
+
+
+def _scale_name(name: str, tensors: Mapping[str, StoredTensor]) -> str:
+    module = name.removesuffix(".weight")
+    names = [f"{name}_scale_inv", f"{name}_scale", f"{module}.scale", f"{module}.qscale_weight"]
+    return next((scale for scale in names if scale in tensors), names[0])
