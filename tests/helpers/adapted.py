@@ -99,6 +99,8 @@ CASES = {
     "int8, computed in fp32": Case(coded="int8", bf16=False, state_on="nvme"),
     "fp8 with scales of blocks": Case(coded="fp8, blocks", width=160, files=2, evaluate=True),
     "int4 with zeros": Case(coded="int4, zeros", width=160),
+    "gptq, computed in fp32": Case(coded="gptq", width=160, bf16=False, state_on="nvme"),
+    "awq": Case(coded="awq", width=160, accumulation=2),
 }
 FOUR_BITS = {
     "nf4": Case(coded="nf4", files=2, evaluate=True),
@@ -113,6 +115,7 @@ ON_SEVERAL_RANKS = (
     "adapters on NVMe, clipped",
     "int8",
     "fp8 with scales of blocks",
+    "gptq, computed in fp32",
 )
 
 

@@ -228,6 +228,70 @@ def mxfp4_of_compressed_tensors() -> Format:
     return Format(encode, decode, config, 0.5 + 1 / 32, "weight_packed")
 
 
+def _rounded_to_zeros(matrix: torch.Tensor, number: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """Unsigned codes, zeros and fp16 scales (groups, outputs) of a matrix (outputs, inputs)."""
+    top = (1 << bits) - 1
+    columns = [matrix[:, number == n] for n in range(int(number.max()) + 1)]
+    low = torch.stack([of.amin(1).clamp(max=-1e-6) for of in columns])
+    scales = ((torch.stack([of.amax(1).clamp(min=0.0) for of in columns]) - low) / top).half()
+    zeros = (-low / scales.float()).round().clamp(1, top).long()
+    codes = (matrix.t() / scales.float()[number] + zeros[number]).round().clamp(0, top).long()
+    return codes, zeros, scales
+
+
+def gptq(bits: int, group: int, *, ordered: bool = True, version: int = 1) -> Format:
+    """`ordered`: the groups are one behind the other (no act-order)."""
+
+    def encode(matrix: torch.Tensor) -> Parts:
+        number = torch.arange(matrix.shape[1]) // group
+        if not ordered:
+            number = number[torch.randperm(len(number), generator=torch.Generator().manual_seed(3))]
+        codes, zeros, scales = _rounded_to_zeros(matrix, number, bits)
+        return {
+            "qweight": packed(codes.t().contiguous(), bits).t().contiguous(),
+            "qzeros": packed(zeros - int(version == 1), bits),
+            "scales": scales,
+            "g_idx": number.to(torch.int32),
+        }
+
+    def decode(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        number, scales = parts["g_idx"].long(), parts["scales"]
+        codes = unpacked(parts["qweight"].t().contiguous(), bits, len(number)).t()
+        zeros = unpacked(parts["qzeros"], bits, scales.shape[1]) + int(version == 1)
+        return (scales[number] * (codes - zeros[number])).t().to(dtype)
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": not ordered}
+    if version == 2:
+        config["checkpoint_format"] = "gptq_v2"
+    return Format(encode, decode, config, bits / 8 * (1 + 1 / group) + 2 / group, "qweight")
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def awq(group: int) -> Format:
+    def shuffled(codes: torch.Tensor) -> torch.Tensor:
+        return codes.view(len(codes), -1, 8)[:, :, AWQ_ORDER].flatten(1)
+
+    def in_order(words: torch.Tensor) -> torch.Tensor:
+        codes = unpacked(words, 4, 8 * words.shape[1]).view(len(words), -1, 8)
+        back = torch.empty_like(codes)
+        back[:, :, AWQ_ORDER] = codes
+        return back.flatten(1)
+
+    def encode(matrix: torch.Tensor) -> Parts:
+        codes, zeros, scales = _rounded_to_zeros(matrix, torch.arange(matrix.shape[1]) // group, 4)
+        return {"qweight": packed(shuffled(codes), 4), "qzeros": packed(shuffled(zeros), 4), "scales": scales}
+
+    def decode(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        codes, zeros = in_order(parts["qweight"]), in_order(parts["qzeros"])
+        values = (codes - zeros.repeat_interleave(group, 0)) * parts["scales"].repeat_interleave(group, 0)
+        return values.t().to(dtype)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return Format(encode, decode, config, 0.5 * (1 + 1 / group) + 2 / group, "qweight")
+
+
 FORMATS = {
     "fp8, blocks": fp8(128, 128, weight_block_size=[128, 128]),
     "fp8, rows": fp8(1, 0),
@@ -244,6 +308,10 @@ FORMATS = {
     "nvfp4": nvfp4(),
     "nvfp4 of ModelOpt": nvfp4(modelopt=True),
     "mxfp4 of compressed-tensors": mxfp4_of_compressed_tensors(),
+    "gptq": gptq(4, 32),
+    "gptq, any order": gptq(4, 32, ordered=False),
+    "gptq, 8 bits": gptq(8, 32, version=2),
+    "awq": awq(32),
 }
 
 

@@ -96,6 +96,8 @@ def why_not(folder: Path) -> str:
     ("config", "why"),
     [
         ({"quant_method": "hqq"}, "quantised by 'hqq', which is not read"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ's format 'gemv'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ's format 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' are not read"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},

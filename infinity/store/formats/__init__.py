@@ -18,7 +18,7 @@ from typing import Any
 from infinity.errors import parsing
 from infinity.store.files import read_small
 from infinity.store.foreign import StoredParameter, StoredTensor
-from infinity.store.formats import bitsandbytes, compressed_tensors, fp8
+from infinity.store.formats import bitsandbytes, compressed_tensors, fp8, gptq
 from infinity.store.quantization_config import METHODS, quantization_of
 from infinity.units import MIB
 
@@ -30,6 +30,8 @@ _FAMILIES: dict[str, Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], d
     "mxfp8": fp8.parameters,
     "compressed-tensors": compressed_tensors.parameters,
     "modelopt": compressed_tensors.modelopt_parameters,
+    "gptq": gptq.gptq_parameters,
+    "awq": gptq.awq_parameters,
 }
 assert (*_FAMILIES,) == METHODS
 

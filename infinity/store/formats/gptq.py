@@ -1,0 +1,153 @@
+"""GPTQ and AWQ: matrices that are stored with their inputs down the rows, in fp16's arithmetic.
+
+Both have `qweight` and `qzeros` in I32, and fp16 `scales` of shape (groups, outputs) for groups of inputs. A value is
+(code - zero) · scale.
+
+  * GPTQ, 4 or 8 bits: a word of `qweight` has the codes of several inputs of one output, the first in the lowest bits; one of
+    `qzeros` those of several outputs. `g_idx` is the group of each input, which counts where `desc_act` says that they are not
+    in order. Zeros are stored less one, but in "gptq_v2": `dequantize_weight` in GPTQModel's nn_modules/qlinear.
+  * AWQ "gemm", 4 bits: a word has the codes of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7: `dequantize_gemm` in
+    AutoAWQ's utils/packing_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError, parsing, printable
+from infinity.store.foreign import StoredParameter, StoredTensor
+from infinity.store.formats.coded import Coded, Piece, decode_blocks, expect, nibbles, whole
+
+_PARTS = ("qweight", "qzeros", "scales")
+_FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, eq=False)
+class GptqColumns(Coded):
+    """Codes of `bits`, with zeros less by `zeros_less`. Pieces: codes, zeros, scales, and maybe the group of each input."""
+
+    bits: int
+    zeros_less: int
+
+    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
+        codes, words, scales, *order = pieces
+        zeros = _unpacked(words, self.bits).flatten(1)[:, first % (32 // self.bits) :][:, : len(out)]
+        columns: int | torch.Tensor = order[0] if order else out.shape[1] // len(scales)
+
+        def values(rows: slice) -> torch.Tensor:
+            of_rows = codes[:, rows].t().contiguous()
+            if self.bits == 4:
+                return nibbles(of_rows, range(16), out.shape[1])
+            return of_rows.view(torch.uint8)
+
+        zeros = (zeros + self.zeros_less).t().to(scales.dtype).contiguous()
+        decode_blocks(out, values, scales.t().contiguous(), zeros, columns=columns)
+
+
+@dataclass(frozen=True, eq=False)
+class AwqColumns(Coded):
+    """Pieces: codes, zeros, scales."""
+
+    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
+        codes, words, scales = pieces
+        skip = first % 8
+
+        def outputs(of: torch.Tensor, low: int, high: int) -> torch.Tensor:
+            """Codes as rows of outputs, as bf16."""
+            begin, end = (skip + low) // 8, -(-(skip + high) // 8)
+            part = of[:, begin:end].contiguous()
+            four = nibbles(part, range(16), 8 * part.shape[1]).view(len(of), -1, 2, 4)
+            return four.permute(1, 3, 2, 0).flatten(0, 2)[skip + low - 8 * begin :][: high - low]
+
+        zeros = outputs(words, 0, len(out)).to(scales.dtype).contiguous()
+        decode_blocks(
+            out,
+            lambda rows: outputs(codes, rows.start, rows.stop),
+            scales.t().contiguous(),
+            zeros,
+            columns=out.shape[1] // len(scales),
+        )
+
+
+def gptq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
+    """The parameters that GPTQ's files hold, those that are not coded included."""
+    form = str(config.get("checkpoint_format", "gptq"))
+    if form not in ("gptq", "gptq_v2"):
+        raise ConfigError(f"weights in GPTQ's format {printable(form)!r} are not read: take some in gptq or gptq_v2")
+    made: dict[str, StoredParameter] = dict(tensors)
+    for name in tensors:
+        if name.endswith(".qweight"):
+            module = name.removesuffix(".qweight")
+            with parsing(f"{tensors[name].path}: the tensors of {module} don't fit together", "fetch or save it again"):
+                parts = [tensors[f"{module}.{part}"] for part in (*_PARTS, "g_idx")]
+                made[f"{module}.weight"] = _gptq(parts, config, zeros_less=form == "gptq")
+            for part in (*_PARTS, "g_idx"):
+                made.pop(f"{module}.{part}", None)
+    return made
+
+
+def awq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
+    """The parameters that AWQ's files hold, those that are not coded included."""
+    form, bits = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
+    if form != "gemm" or bits != 4:
+        raise ConfigError(f"weights in AWQ's format {printable(form)!r} of {bits} bits are not read: take gemm's of 4")
+    made: dict[str, StoredParameter] = dict(tensors)
+    for name in tensors:
+        if name.endswith(".qweight"):
+            module = name.removesuffix(".qweight")
+            with parsing(f"{tensors[name].path}: the tensors of {module} don't fit together", "fetch or save it again"):
+                made[f"{module}.weight"] = _awq([tensors[f"{module}.{part}"] for part in _PARTS], config)
+            for part in _PARTS:
+                made.pop(f"{module}.{part}", None)
+    return made
+
+
+def _gptq(parts: Sequence[StoredTensor], config: Mapping[str, Any], *, zeros_less: bool) -> GptqColumns:
+    codes, zeros, scales, order = parts
+    bits = int(config["bits"])
+    if bits not in (4, 8):
+        raise ValueError(f"{bits} bits, where 4 or 8 are read")
+    (inputs,), (groups, outputs) = expect(order, ["I32"], *order.shape).shape, scales.shape
+    in_word = 32 // bits
+    if inputs % in_word or outputs % in_word:
+        raise ValueError(f"a matrix of shape {(outputs, inputs)}")
+    _check_groups(inputs, groups, config)
+    pieces = [
+        Piece(expect(codes, ["I32"], inputs // in_word, outputs), across=True),
+        Piece(expect(zeros, ["I32"], groups, outputs // in_word), rows=in_word, across=True),
+        Piece(expect(scales, _FLOATS, groups, outputs), across=True),
+    ]
+    if config.get("desc_act"):
+        pieces.append(whole(order, inputs))
+    return GptqColumns((outputs, inputs), tuple(pieces), bits, int(zeros_less))
+
+
+def _awq(parts: Sequence[StoredTensor], config: Mapping[str, Any]) -> AwqColumns:
+    codes, zeros, scales = parts
+    (inputs, words), (groups, outputs) = codes.shape, scales.shape
+    if outputs != 8 * words:
+        raise ValueError(f"a matrix of {8 * words} rows with scales for {outputs}")
+    _check_groups(inputs, groups, config)
+    pieces = (
+        Piece(expect(codes, ["I32"], inputs, words), rows=8, across=True),
+        Piece(expect(zeros, ["I32"], groups, words), rows=8, across=True),
+        Piece(expect(scales, _FLOATS, groups, outputs), across=True),
+    )
+    return AwqColumns((outputs, inputs), pieces)
+
+
+def _check_groups(inputs: int, groups: int, config: Mapping[str, Any]) -> None:
+    size = int(config["group_size"])
+    size = size if size > 0 else inputs
+    if groups != inputs // size or inputs % size:
+        raise ValueError(f"{inputs} inputs in {groups} groups of {size}")
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes in each word, the one in the lowest bits first, in a dimension of their own."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return words[..., None] >> shifts & (1 << bits) - 1
