@@ -18,7 +18,7 @@ operations on the same tensors in the same order. That is why gate and up stay o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from torch import nn
 from infinity.errors import ConfigError
 
 _FUSED = {"gate_up_proj", "down_proj"}
+_BIASES = {"gate_up_proj_bias", "down_proj_bias"}
 _EXPERT = re.compile(r"(^|\.)experts\.\d+$")
+_STACK = re.compile(r"(^|\.)experts\.gate_up_proj$")
 _SUMS_IN_FP32 = {"Inkling2Experts"}
 """Classes that accumulate expert outputs in another dtype."""
 _PARTS = {
@@ -40,16 +42,29 @@ _PARTS = {
 
 
 class Expert(nn.Module):
-    """A gated feed-forward with weights `gate_up_proj` (2 · inner, hidden) and `down_proj` (hidden, inner)."""
+    """A gated feed-forward with weights `gate_up_proj` (2 · inner, hidden) and `down_proj` (hidden, inner).
 
-    def __init__(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, gate: Callable[..., torch.Tensor]) -> None:
+    gpt-oss has the transposed weights, and biases.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], gate: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(gate_up_proj, requires_grad=False)
-        self.down_proj = nn.Parameter(down_proj, requires_grad=False)
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self._gate = gate
+        self._biased = tensors.keys() > _FUSED
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map (tokens, hidden) to (tokens, hidden)."""
+        if self._biased:
+            return (
+                self._gate(hidden @ self.gate_up_proj + self.gate_up_proj_bias) @ self.down_proj + self.down_proj_bias
+            )
         return F.linear(self._gate(F.linear(hidden, self.gate_up_proj)), self.down_proj)
 
 
@@ -57,9 +72,11 @@ class RoutedExperts(nn.ModuleList):
     """The experts of a block, with the call signature of Hugging Face's: [Note: Routed experts]."""
 
     def __init__(self, fused: Any) -> None:
-        gate = fused._apply_gate
-        tensors = zip(fused.gate_up_proj, fused.down_proj, strict=True)
-        super().__init__(Expert(*of_expert, gate) for of_expert in tensors)
+        stacks = dict(fused.named_parameters())
+        super().__init__(
+            Expert({name: stack[number] for name, stack in stacks.items()}, fused._apply_gate)
+            for number in range(len(fused.down_proj))
+        )
         fused._parameters.clear()  # the experts keep a bound method of it
         self.ranks: dist.ProcessGroup | None = None
         """The ranks that gather together; None for one rank."""
@@ -97,13 +114,14 @@ class RoutedExperts(nn.ModuleList):
 def split_experts(model: nn.Module, stored: Collection[str]) -> int:
     """Replace frozen experts that share one tensor by `RoutedExperts`, and return the number of blocks changed.
 
-    stored: names in the model's files, which must store experts separately. A model that trains more than adapters is
-    left as it is, because its tensors are saved under their names. Raises ConfigError if experts have adapters.
+    stored: names in the model's files, which store experts separately, or all of a block in one tensor. A model that
+    trains more than adapters is left as it is, because its tensors are saved under their names. Experts with adapters
+    stay in one tensor if the files have that tensor; if the files store experts separately, ConfigError is raised.
     """
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     of_model = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]
     apart = any(_EXPERT.search(name.removesuffix(".weight").rpartition(".")[0]) for name in stored)
-    if of_model or not apart:
+    if of_model or not (apart or any(map(_STACK.search, stored))):
         return 0
     fused = [
         (parent, name, child)
@@ -112,6 +130,8 @@ def split_experts(model: nn.Module, stored: Collection[str]) -> int:
         if _is_splittable(child)
     ]
     if any(name == "base_layer" for _, name, _ in fused):
+        if not apart:
+            return 0
         raise ConfigError(
             "the experts of this mixture have adapters, which need all experts in one tensor, but weights= reads each "
             "expert separately: leave the experts out of target_modules and target_parameters"
@@ -147,20 +167,34 @@ def parts_in_files(name: str) -> list[tuple[str, ...]]:
     ]
 
 
+def place_in_stack(name: str) -> tuple[str, int] | None:
+    """Return the name of the tensor of all experts that may contain this tensor of one expert, and the row in it."""
+    module, _, tensor = name.rpartition(".")
+    if tensor not in _FUSED | _BIASES or not _EXPERT.search(module):
+        return None
+    experts, _, number = module.rpartition(".")
+    return f"{experts}.{tensor}", int(number)
+
+
 def with_parts(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names, and the names of the tensors in files that they may be concatenated from."""
+    """Return the names, and the names of tensors in files that they may be concatenated from or be rows of."""
     names = tuple(names)
-    return tuple(dict.fromkeys((*names, *(part for name in names for parts in parts_in_files(name) for part in parts))))
+    parts = [part for name in names for parts in parts_in_files(name) for part in parts]
+    stacks = [place[0] for name in names if (place := place_in_stack(name)) is not None]
+    return tuple(dict.fromkeys((*names, *parts, *stacks)))
 
 
 def _is_splittable(module: Any) -> bool:
     parameters = dict(module.named_parameters())
+    form = tuple(bool(getattr(module, name, False)) for name in ("has_bias", "is_transposed"))
+    plain = form == (False, False) and getattr(module, "is_concatenated", True)
+    of_gpt_oss = form == (True, True) and not getattr(module, "is_concatenated", True)
     return (
-        parameters.keys() == _FUSED
+        (plain or of_gpt_oss)
+        and parameters.keys() == (_FUSED if plain else _FUSED | _BIASES)
         and type(module).__name__ not in _SUMS_IN_FP32
-        and not any(p.requires_grad or p.dim() != 3 for p in parameters.values())
+        and not any(p.requires_grad or p.dim() != (2 if name in _BIASES else 3) for name, p in parameters.items())
         and hasattr(module, "_apply_gate")
         and getattr(module, "has_gate", False)
-        and getattr(module, "is_concatenated", True)
-        and not any(getattr(module, odd, False) for odd in ("has_bias", "is_transposed", "has_post_expert_norm"))
+        and not getattr(module, "has_post_expert_norm", False)
     )

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError, parsing
 from infinity.fsdp2.adapters import is_copy, names_in_files
-from infinity.fsdp2.experts import parts_in_files, with_parts
+from infinity.fsdp2.experts import parts_in_files, place_in_stack, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
+from infinity.store.foreign import CODES, FOREIGN_DTYPES, Stack, StoredParameter, StoredTensor, read_header
 from infinity.store.formats import parameters_in
 from infinity.store.stored_parameter import read_rows, stored_parameter
 from infinity.units import PAGE_BYTES
@@ -35,6 +36,10 @@ from infinity.units import PAGE_BYTES
 log = logging.getLogger("infinity")
 
 _T = TypeVar("_T")
+
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
+"""The attribute in which transformers' models list unused tensors of published files, such as layers for speculative
+decoding."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,7 +96,14 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
 
 def _stored(names: Sequence[str], where: Mapping[str, StoredParameter]) -> StoredParameter | None:
     """Return the stored form of a parameter with these names; None if the files lack it."""
-    return stored_parameter(names, [parts for name in names for parts in parts_in_files(name)], where)
+    stored = stored_parameter(names, [parts for name in names for parts in parts_in_files(name)], where)
+    if stored is not None:
+        return stored
+    for name in names:
+        stack, number = place_in_stack(name) or ("", 0)
+        if isinstance(of_all := where.get(stack), Stack) and number < of_all.shape[0]:
+            return of_all.row(number)
+    return None
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collection[str] = ()) -> None:
@@ -115,7 +127,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         }
         known = {name for names in in_files.values() for name in with_parts(names)}
         missing = sorted({names[0] for tensor, names in required.items() if tensor not in stored_as} - {*but})
-        unexpected = sorted(set(parameters) - known)
+        ignored = [pattern for m in model.modules() for pattern in getattr(m, _IGNORED, None) or ()]
+        unexpected = sorted(n for n in set(parameters) - known if not any(re.search(p, n) for p in ignored))
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} does not match the model: "
@@ -135,12 +148,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
             if names_of[tensor][0] in but:
                 continue
             local, start = _local_rows(tensor)
-            if not isinstance(stored, StoredTensor):
+            name = next((name for name in with_parts(in_files[tensor]) if parameters.get(name) is stored), "")
+            if not name or not isinstance(stored, StoredTensor):
                 rows = torch.empty(local.shape)
                 read_rows(stored, start, rows)
                 local.copy_(rows)
                 continue
-            name = next(name for name in with_parts(in_files[tensor]) if name in where)
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(where[name].get_tensor(name))
             elif names_of[tensor][0] in scalars:

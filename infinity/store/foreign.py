@@ -25,7 +25,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -97,6 +97,14 @@ class StoredParameter(Protocol):
 
     def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
         """Set `out` (rows from `first` on, not empty) from the bytes of `ranges`, on any device."""
+
+
+@runtime_checkable
+class Stack(StoredParameter, Protocol):
+    """A parameter of which each row can be read as a parameter of its own."""
+
+    def row(self, number: int) -> StoredParameter:
+        """That one."""
 
 
 def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from infinity.errors import ConfigError, parsing, printable
 
-METHODS = ("bitsandbytes", "fp8", "mxfp8", "compressed-tensors", "modelopt", "gptq", "awq")
+METHODS = ("bitsandbytes", "fp8", "mxfp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
 """The families of formats that are read, by `quant_method`."""
 
 

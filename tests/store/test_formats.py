@@ -150,3 +150,26 @@ def test_experts_in_fp8_are_read_one_by_one(tmp_path: Path) -> None:
         out = torch.empty(70, 192, dtype=torch.bfloat16)
         read_rows(stored.row(number), 60, out)  # type: ignore[attr-defined]
         assert torch.equal(out, expected[number, 60:130])
+
+
+def test_experts_in_mxfp4_are_read_one_by_one(tmp_path: Path) -> None:
+    experts, outputs, inputs = 3, 48, 96
+    parts = [published.mx(matrix(outputs + 1 + number, inputs)[:outputs]) for number in range(experts)]
+    tensors = {
+        "experts.down_proj_blocks": torch.stack([part["codes"] for part in parts]).view(experts, outputs, -1, 16),
+        "experts.down_proj_scales": torch.stack([part["scales"] for part in parts]),
+    }
+    config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}
+    published.write(tmp_path, tensors, "int4")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (name,) = stored_parameters(tmp_path)
+    stored = stored_parameters(tmp_path)[name]
+    expected = torch.stack([published.mx_values(part["codes"], part["scales"]).t() for part in parts]).bfloat16()
+    assert (name, stored.shape) == ("experts.down_proj", (experts, inputs, outputs))
+    out = torch.empty(2, inputs, outputs, dtype=torch.bfloat16)
+    read_rows(stored, 1, out)
+    assert torch.equal(out, expected[1:])
+    for first, count in ((0, inputs), (40, 3), (64, 32), (90, 6)):
+        out = torch.empty(count, outputs, dtype=torch.bfloat16)
+        read_rows(stored.row(2), first, out)  # type: ignore[attr-defined]
+        assert torch.equal(out, expected[2, first : first + count])

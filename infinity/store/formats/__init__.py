@@ -18,7 +18,7 @@ from typing import Any
 from infinity.errors import parsing
 from infinity.store.files import read_small
 from infinity.store.foreign import StoredParameter, StoredTensor
-from infinity.store.formats import bitsandbytes, compressed_tensors, fp8, gptq
+from infinity.store.formats import bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from infinity.store.quantization_config import METHODS, quantization_of
 from infinity.units import MIB
 
@@ -30,6 +30,7 @@ _FAMILIES: dict[str, Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], d
     "mxfp8": fp8.parameters,
     "compressed-tensors": compressed_tensors.parameters,
     "modelopt": compressed_tensors.modelopt_parameters,
+    "mxfp4": mxfp4.parameters,
     "gptq": gptq.gptq_parameters,
     "awq": gptq.awq_parameters,
 }
