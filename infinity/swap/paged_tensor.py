@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap.parameter_lap import ParameterLap
-from infinity.swap.shard import PagedShard
+from infinity.swap.shard import CodedShard, PagedShard
 from infinity.swap.values import RANGE_NUMEL
 
 _FACTORIES = {
@@ -122,7 +123,7 @@ class PagedTensor(ElsewhereTensor):
 
     def fsdp_pre_all_gather(
         self,
-        mesh: object,
+        mesh: DeviceMesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
@@ -135,6 +136,8 @@ class PagedTensor(ElsewhereTensor):
         piece = self._lap.gather(shard, training=module.training, dtype=dtype)
         if shard.gathers_in_place:
             return (torch.empty(0, dtype=dtype),), piece
+        if isinstance(shard, CodedShard) and mesh.size() == 1 and dtype is shard.gathered_dtype:  # FSDP2 only copies it
+            return (shard.to_be_decoded(piece),), None
         elements = shard.elements(piece).to(dtype)
         return (elements.view(shard.padded_shape) if elements.numel() else elements,), None  # FSDP2 rejects (-1, 0)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -327,9 +328,17 @@ class CodedShard(ForeignShard):
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         out = torch.empty(self.padded_shape.numel(), dtype=self.gathered_dtype, device=piece.device)
+        self._decode_delivery(piece, out)
+        return out
+
+    def to_be_decoded(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the padded shape that decodes `elements` when it is copied."""
+        return ToBeDecoded(partial(self._decode_delivery, piece), self.padded_shape, self.gathered_dtype, piece.device)
+
+    def _decode_delivery(self, piece: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode the shard into `out` (1-D, padded)."""
         self._decode([piece[place] for place in self.places], self.rows.first, out[: self.shape.numel()])
         out[self.shape.numel() :].zero_()
-        return out
 
     gathers_in_place = False
 
@@ -348,6 +357,32 @@ class CodedShard(ForeignShard):
     def _decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
         if out.numel():
             self.coded.decode(parts, first, out.view(-1, *self.shape[1:]))
+
+
+class ToBeDecoded(torch.Tensor):
+    """A tensor without elements. Copying it decodes them into the target, which is the gathered parameter on one rank."""
+
+    @staticmethod
+    def __new__(
+        cls, decode: Callable[[torch.Tensor], None], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> ToBeDecoded:
+        made: ToBeDecoded = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._decode_to = decode
+        return made
+
+    _decode_to: Callable[[torch.Tensor], None]
+    """Decodes into a tensor (1-D)."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.view.default:
+            whole = args[0]
+            return cls(whole._decode_to, (whole.numel(),), whole.dtype, whole.device)
+        assert func is torch.ops.aten.copy_.default and args[0].dtype is args[1].dtype, func
+        args[1]._decode_to(args[0].view(-1))
+        return args[0]
 
 
 def spans_of(
