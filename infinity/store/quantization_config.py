@@ -26,3 +26,22 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> tuple[str, Mapping
             f"or by one of {', '.join(METHODS)}"
         )
     return method, described
+
+
+def bits_of(config: Mapping[str, Any], path: Path) -> int:
+    """The bits of most matrices in the files of a config.json: 4, 8, or 16. Raises as `quantization_of`, and ConfigError for
+    others, which are not read."""
+    method, described = quantization_of(config, path)
+    with parsing(f"{path}: its quantization_config is damaged", "fetch or save it again"):
+        if method == "compressed-tensors":
+            schemes = [group.get("weights") or {} for group in described["config_groups"].values()]
+            bits = min((int(scheme["num_bits"]) for scheme in schemes if "num_bits" in scheme), default=16)
+        elif method in ("gptq", "awq"):
+            bits = int(described["bits"])
+        elif described.get("load_in_4bit") or method == "mxfp4" or "FP4" in str(described.get("quant_algo")):
+            bits = 4
+        else:
+            bits = 8 if described.get("load_in_8bit") or method != "bitsandbytes" else 16
+    if bits not in (4, 8, 16):
+        raise ConfigError(f"{path} says that its weights have {bits} bits, which are not read: take some in 4, 8 or 16")
+    return bits

@@ -717,7 +717,16 @@ def test_files_of_fewer_bits_are_read_as_they_are(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("how", "bits"),
-    [({"load_in_4bit": True}, 4), ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8), (None, 16)],
+    [
+        ({"load_in_4bit": True}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+        (None, 16),
+    ],
 )
 def test_a_config_says_in_how_many_bits_its_files_are(
     how: dict[str, Any] | None, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -728,6 +737,25 @@ def test_a_config_says_in_how_many_bits_its_files_are(
     asked = ["--hf-config", str(tmp_path / "config.json"), "--preset", "rtx4090-gen4"]
     assert planned(capsys, *asked)["frozen"][0]["base_bits"] == bits
     assert planned(capsys, *asked, "--base-bits", "16")["frozen"][0]["base_bits"] == 16
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"quant_method": "hqq"}, "quantised by 'hqq', which is not read"),
+        ({"quant_method": "gptq", "bits": 3}, "weights have 3 bits, which are not read"),
+        ({"quant_method": "compressed-tensors"}, "quantization_config is damaged"),
+        (5, "quantization_config is damaged"),
+    ],
+)
+def test_a_config_of_an_unknown_format_is_refused(
+    how: Any, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16}
+    config |= {"intermediate_size": 4096, "vocab_size": 32000, "hidden_act": "silu", "quantization_config": how}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan("--hf-config", str(tmp_path / "config.json"), "--preset", "rtx4090-gen4") != 0
+    assert why in capsys.readouterr().err
 
 
 def test_verdicts_come_first_and_adapters_count_where_full_training_does_not_fit(

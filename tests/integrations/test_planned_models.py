@@ -23,6 +23,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2MoeConfig", {}),
     ("DeepseekV2Config", {**NARROW, "q_lora_rank": None}),
     ("DeepseekV3Config", NARROW),
+    ("GptOssConfig", {}),
+    ("GptOssConfig", NARROW),
     ("LlamaConfig", {}),
     ("Qwen3Config", {}),
 ]

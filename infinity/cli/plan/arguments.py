@@ -135,8 +135,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--groups-per-block", type=count, default=1, metavar="N", help=text)
     text = "rank of the LoRA adapters on frozen weights in their files (default: %(default)s)"
     add("--lora", type=count, default=16, metavar="RANK", help=text)
-    text = "bits of those frozen weights: 16, or bitsandbytes' 8 or 4 for the matrices of the blocks (default: what "
-    text += "--hf-config says, else 16)"
+    text = "bits of those frozen weights: 16, or 8 or 4 for the matrices of the blocks (default: from "
+    text += "--hf-config, else 16)"
     add("--base-bits", type=int, choices=BASE_BITS, help=text)
 
 

@@ -9,19 +9,20 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.transformer import Experts, Transformer
+from infinity.store.quantization_config import bits_of
 
 SEQ_DEFAULT = 2048
 
 _GATED = {"silu", "swish", "swiglu", "geglu", "gelu_pytorch_tanh_gated"}
 _GATED_TYPES = {"gemma", "gemma2", "gemma3_text"}
 _BIASED_TYPES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "bert", "roberta"}
-_QKV_BIASED_TYPES = {"qwen2", "qwen2_moe"}
+_QKV_BIASED_TYPES = {"qwen2", "qwen2_moe", "gpt_oss"}
 _HEAD_NORM_TYPES = {"qwen3", "qwen3_moe"}
 _LATENT_TYPES = {"deepseek_v2", "deepseek_v3"}
 """Types whose keys and values are projected from a narrow latent."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-_EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
@@ -33,11 +34,11 @@ def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
 
 
 def stored_bits(path: Path) -> int:
-    """Return the bits of a block's matrix in the files of a config.json: 4 or 8 if bitsandbytes wrote them, else 16."""
-    how = _read(path).get("quantization_config")
-    if not isinstance(how, dict) or how.get("quant_method", "bitsandbytes") != "bitsandbytes":
-        return 16
-    return 4 if how.get("load_in_4bit") else 8 if how.get("load_in_8bit") else 16
+    """Return the bits of a block's matrix in the files of a config.json: 4 or 8 if it is quantised, else 16.
+
+    Raises ConfigError or CheckpointError if the format is not supported.
+    """
+    return bits_of(_read(path), path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -133,8 +134,12 @@ class _Reader:
         per_token = self._number("num_experts_per_tok")
         if per_token > count:
             raise ConfigError(f"{self._path}: num_experts_per_tok: got {per_token}, but there are {count} experts")
-        inner = self._number("intermediate_size" if self._type == "mixtral" else "moe_intermediate_size")
+        one_kind = self._type in ("mixtral", "gpt_oss")
+        inner = self._number("intermediate_size" if one_kind else "moe_intermediate_size")
         expert = self._feed_forward(inner)
+        if self._type == "gpt_oss":
+            expert += _linear(1, 2 * inner + self._hidden)  # the biases, which are read with the expert
+            attention += _Part(vector_numel=count)  # the router's bias
         sparse = attention + _linear(self._hidden, count) + expert * count
         if self._type in _LATENT_TYPES and (shared := self._number("n_shared_experts", default=0)):
             sparse += self._feed_forward(inner * shared)
@@ -172,6 +177,8 @@ class _Reader:
             others += 4 * hidden + self._inner()
         if self._type in _HEAD_NORM_TYPES:
             others += 2 * width
+        if self._type == "gpt_oss":
+            others += hidden + self._heads  # the bias of the output, and a sink for each head
         return linear + _Part(vector_numel=others), 2 * keys
 
     def _latent_attention(self) -> tuple[_Part, int]:
