@@ -1,0 +1,69 @@
+"""Models in published formats, read where they are: as what the libraries of the formats decode them to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: tools/test_integration.sh transformers")
+pytest.importorskip("peft", reason="peft is not installed: tools/test_integration.sh transformers")
+pytest.importorskip(
+    "compressed_tensors", reason="compressed-tensors is not installed: tools/test_integration.sh transformers"
+)
+
+import peft
+import published
+import published_models
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from published import FORMATS
+from published_models import CASES, ON_SEVERAL_RANKS
+from safetensors.torch import load_file
+
+from infinity.cli import ckpt
+from infinity.fsdp2.materialize import stored_parameters
+from infinity.store.stored_parameter import read_rows
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_it_generates_and_trains_as_its_decoded_values_do(name: str, how: str, one_rank: None, nvme_path: Path) -> None:
+    folder = published_models.save(name, how, nvme_path / "model")
+    read = published_models.check(folder)
+    stored = sum(file.stat().st_size for file in (folder / "coded").glob("*.safetensors"))
+    assert read < 1.03 * stored + (256 << 10)
+
+
+@pytest.mark.slow
+def test_two_ranks_gather_the_same(forked_ranks: Any, nvme_path: Path) -> None:
+    for name, how in ON_SEVERAL_RANKS:
+        published_models.save(name, how, nvme_path / f"{name}, {how}")
+    forked_ranks(Path(published_models.__file__), str(nvme_path), ranks=2)
+
+
+def test_awq_is_what_compressed_tensors_makes_of_it(tmp_path: Path) -> None:
+    matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    parts = {f"a.{part}": tensor for part, tensor in FORMATS["awq"].encode(matrix).items()}
+    published.write(tmp_path / "awq", {name: tensor.clone() for name, tensor in parts.items()}, "awq")
+    converted = AutoAWQConverter(ignore=[], targets=["Linear"], bits=4, group_size=32, zero_point=True).process(parts)
+    published.write(tmp_path / "converted", converted, "int4, zeros")
+    values = []
+    for folder in ("awq", "converted"):
+        values.append(torch.empty(64, 96, dtype=torch.float16))
+        read_rows(stored_parameters(tmp_path / folder)["a.weight"], 0, values[-1])
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], FORMATS["awq"].decode(load(tmp_path / "awq"), torch.float16))
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("a."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def test_adapters_are_not_merged_into_codes(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = published_models.save("llama", "fp8, blocks", nvme_path / "model")
+    model = peft.get_peft_model(published_models.build("llama"), peft.LoraConfig(target_modules=["o_proj"]))
+    model.save_pretrained(folder / "adapter")
+    assert ckpt.main(["merge", str(folder / "coded"), str(folder / "adapter"), str(folder / "merged")]) == 1
+    assert "in 4 or 8 bits, which adapters can't be merged into: name its 16- or 32-bit" in capsys.readouterr().err
+    assert not (folder / "merged").exists()
