@@ -238,6 +238,7 @@ class Engine(DeepSpeedSurface):
                 'infinity.schedule "vertical" runs all micro-batches of a step at once: call engine.train_batch(data_iter), or '
                 'set it to "auto"'
             )
+
         def check() -> None:
             if loss.numel() != 1:
                 raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
