@@ -51,7 +51,7 @@ DTYPES = {
     "U32": torch.uint32,
     "I64": torch.int64,
 }
-"""Those, and what coded parameters are made of."""
+"""These, and the dtypes of the tensors of coded parameters."""
 
 _DIMENSIONS_MAX = 64
 _HEADER_BYTES_MAX = 100 * MIB
@@ -72,7 +72,7 @@ class StoredTensor:
     nbytes: int
 
     def row(self, number: int) -> StoredTensor:
-        """One row of it, as a tensor of its own."""
+        """Return one row as a tensor of its own."""
         row_bytes = self.nbytes // self.shape[0]
         return StoredTensor(self.path, self.dtype, self.shape[1:], self.offset + number * row_bytes, row_bytes)
 
@@ -86,7 +86,7 @@ class StoredTensor:
 
 
 class StoredParameter(Protocol):
-    """What a frozen parameter is read from: a `StoredTensor`, several parameters (stored_parameter.py), or codes (formats/)."""
+    """The source of a frozen parameter: a `StoredTensor`, several parameters (stored_parameter.py), or codes (formats/)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,10 +101,10 @@ class StoredParameter(Protocol):
 
 @runtime_checkable
 class Stack(StoredParameter, Protocol):
-    """A parameter of which each row can be read as a parameter of its own."""
+    """A parameter whose rows can each be read as a parameter of its own."""
 
     def row(self, number: int) -> StoredParameter:
-        """That one."""
+        """Return one row as a parameter."""
 
 
 def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -113,7 +113,7 @@ def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def read_bytes(place: FileRange | StoredTensor) -> torch.Tensor:
-    """The bytes there (1-D), through the page cache; a single one for none."""
+    """Return the bytes there (1-D), through the page cache; one zero byte if the place is empty."""
     with place.path.open("rb") as file:
         file.seek(place.offset)
         return torch.frombuffer(bytearray(file.read(place.nbytes) or b"\0"), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a config.json says of the files that lie with it. No torch is needed for it."""
+"""Reads the `quantization_config` of a config.json, which describes the weights next to it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 from infinity.errors import ConfigError, parsing, printable
 
 METHODS = ("bitsandbytes", "fp8", "mxfp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
-"""The families of formats that are read, by `quant_method`."""
+"""The supported families of formats, by `quant_method`."""
 
 
 def quantization_of(config: Mapping[str, Any], path: Path) -> tuple[str, Mapping[str, Any]]:
-    """The `quant_method` of a config.json, and what it says of it; "bitsandbytes" and nothing where it says nothing, as those
-    files say it themselves. Raises ConfigError for a method that is not read, CheckpointError where it is damaged."""
+    """Return the `quant_method` of a config.json, and its `quantization_config`. Without one, return "bitsandbytes" and
+    {}: the files of bitsandbytes describe themselves.
+
+    Raises ConfigError if the method is not supported, CheckpointError if the config is damaged.
+    """
     with parsing(f"{path}: its quantization_config is damaged", "fetch or save it again"):
         of_text = config.get("text_config")
         text = dict(of_text) if isinstance(of_text, Mapping) else {}
@@ -22,15 +25,17 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> tuple[str, Mapping
     method = str(described.get("quant_method", "bitsandbytes"))
     if method not in METHODS:
         raise ConfigError(
-            f"{path} says that its weights are quantised by {printable(method)!r}, which is not read: take weights in 16 bits, "
-            f"or by one of {', '.join(METHODS)}"
+            f"{path}: the quant_method {printable(method)!r} is not supported: use weights in 16 bits, or one of "
+            f"{', '.join(METHODS)}"
         )
     return method, described
 
 
 def bits_of(config: Mapping[str, Any], path: Path) -> int:
-    """The bits of most matrices in the files of a config.json: 4, 8, or 16. Raises as `quantization_of`, and ConfigError for
-    others, which are not read."""
+    """Return the bits of most matrices in the files of a config.json: 4, 8 or 16.
+
+    Raises as `quantization_of`, and ConfigError for other bits.
+    """
     method, described = quantization_of(config, path)
     with parsing(f"{path}: its quantization_config is damaged", "fetch or save it again"):
         if method == "compressed-tensors":
@@ -43,5 +48,5 @@ def bits_of(config: Mapping[str, Any], path: Path) -> int:
         else:
             bits = 8 if described.get("load_in_8bit") or method != "bitsandbytes" else 16
     if bits not in (4, 8, 16):
-        raise ConfigError(f"{path} says that its weights have {bits} bits, which are not read: take some in 4, 8 or 16")
+        raise ConfigError(f"{path}: weights with {bits} bits are not supported: use weights in 4, 8 or 16 bits")
     return bits

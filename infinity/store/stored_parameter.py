@@ -1,4 +1,4 @@
-"""A parameter as safetensors hold it: under its own name, or as several tensors, one behind the other."""
+"""Parameters in safetensors: under their own name, or as several tensors, one after another."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def read_rows(stored: StoredParameter, first: int, out: torch.Tensor) -> None:
 def stored_parameter(
     names: Iterable[str], others: Iterable[Sequence[str]], where: Mapping[str, StoredParameter]
 ) -> StoredParameter | None:
-    """The parameter that safetensors hold under the first of `names` that is there; else as the first of `others` of which all
-    are there, one behind the other. Raises CheckpointError where its parts don't fit together."""
+    """Return the parameter under the first of `names` that safetensors have; else the first of `others` whose parts are all
+    there, one after another; else None. Raises CheckpointError if the parts do not fit together."""
     for name in names:
         if name in where:
             return where[name]

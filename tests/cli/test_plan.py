@@ -742,8 +742,8 @@ def test_a_config_says_in_how_many_bits_its_files_are(
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ({"quant_method": "hqq"}, "quantised by 'hqq', which is not read"),
-        ({"quant_method": "gptq", "bits": 3}, "weights have 3 bits, which are not read"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
+        ({"quant_method": "gptq", "bits": 3}, "weights with 3 bits are not supported"),
         ({"quant_method": "compressed-tensors"}, "quantization_config is damaged"),
         (5, "quantization_config is damaged"),
     ],

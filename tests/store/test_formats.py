@@ -95,17 +95,17 @@ def why_not(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"quant_method": "hqq"}, "quantised by 'hqq', which is not read"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ's format 'gemv'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ's format 'marlin'"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' are not read"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
-            "format 'sparse-bitmask' are not read",
+            "format 'sparse-bitmask' is not supported",
         ),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}},
-            "transformed",
+            "transform_config",
         ),
     ],
 )

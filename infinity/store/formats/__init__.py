@@ -1,11 +1,12 @@
-"""Parameters that libraries quantise: each module knows the files of one family, and how their codes become values.
+"""Quantised parameters: each module reads the files of one family of formats and decodes their codes into values.
 
 [Note: Coded weights]
-A coded parameter is several tensors of a file: its codes, and scales for rows or blocks of it. They are read as they are, so 1
-or about 0.55 bytes per element come from the drive and go to the device. There they are decoded into the dtype of compute.
+A coded parameter is several tensors of a file: its codes, and scales for rows or blocks. They are read as they are, so
+1 or about 0.55 bytes per element come from the drive and go to the device. There they are decoded into the dtype of
+compute.
 
-The family is the `quant_method` of `quantization_config` in the config.json that lies with the files. A family's `parameters`
-gives the parameters that the tensors of files hold, by their names in the model; what it doesn't know stays a tensor.
+`quant_method` in the `quantization_config` of the files' config.json selects the family. A family's `parameters`
+returns the parameters that the tensors of files hold, by their names in the model. Other tensors stay as they are.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ assert (*_FAMILIES,) == METHODS
 
 
 def parameters_in(tensors: Mapping[str, StoredTensor], folder: Path) -> dict[str, StoredParameter]:
-    """The parameters that tensors of safetensors hold, by name, those that are not coded included.
+    """Return the parameters that tensors of safetensors hold, by name, including plain tensors.
 
-    `folder`: with the files, and maybe a config.json. Raises CheckpointError where the tensors of a parameter don't fit, or a
-    config is damaged, ConfigError where the format is unknown, or what decodes it is not installed.
+    folder: the folder of the files, in which config.json is optional. Raises CheckpointError if the tensors of a
+    parameter do not fit together or config.json is damaged, ConfigError if the format is not supported or a package
+    that decodes it is missing.
     """
     config: dict[str, Any] = {}
     if (path := folder / "config.json").is_file():
-        with parsing(f"{path} is damaged or no config.json of a model", "fetch or save it again"):
+        with parsing(f"{path} is damaged or not the config.json of a model", "fetch or save it again"):
             config = dict(json.loads(read_small(path, _CONFIG_BYTES_MAX)))
     method, described = quantization_of(config, path)
     return _FAMILIES[method](tensors, described)

@@ -1,15 +1,15 @@
-"""A matrix in 8 or 4 bits as bitsandbytes stores it.
+"""Matrices in 8 or 4 bits as bitsandbytes stores them.
 
-  * int8 (LLM.int8): an int8 code for each element, an fp32 scale for each row (`SCB`). An element is code · (scale / 127), as
-    in bitsandbytes' own forward of a training.
-  * 4 bits (NF4, FP4): an index of 4 bits into a table of 16 values for each element, the first of two in the high bits; a scale
-    for each block of 64 (or so) elements of the flattened matrix, across its rows. An element is value · scale. The
-    scales may be coded again ("double quantisation"): 8 bits into a table of 256, an fp32 scale for each 256 of them, and an
-    offset for all.
+  * int8 (LLM.int8): an int8 code per element, and an fp32 scale per row (`SCB`). An element is code · (scale / 127), as
+    in the forward of bitsandbytes' own training.
+  * 4 bits (NF4, FP4): a 4-bit index per element into a table of 16 values, the first of two in the high bits; and a
+    scale per block of 64 (or so) elements of the flattened matrix, across its rows. An element is value · scale. With
+    "double quantisation" scales are coded too: an 8-bit index into a table of 256 values, an fp32 scale per 256 of
+    them, and one offset.
 
 The formats: `QuantState.as_dict` and `int8_vectorwise_quant` in bitsandbytes/functional.py,
-https://huggingface.co/docs/bitsandbytes. bitsandbytes decodes the blocks, as if they were one long row: for a
-matrix whose rows are not whole blocks, bitsandbytes 0.50 on a CPU gives wrong values.
+https://huggingface.co/docs/bitsandbytes. bitsandbytes decodes the blocks here as one long row. If the rows of a matrix
+are not whole blocks, bitsandbytes 0.50 on a CPU gives wrong values.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from infinity.store.foreign import FileRange, StoredParameter, StoredTensor, par
 _STATE = ".quant_state.bitsandbytes__"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_NUMELS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""What bitsandbytes decodes."""
+"""The block sizes that bitsandbytes decodes."""
 _AT_ONCE_NUMEL = 1 << 20
-"""Elements that are decoded at once: what stays in the cache of a core."""
+"""Elements decoded at once: they stay in the cache of a core."""
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The parameters that these tensors hold, those that are not coded included. Their names and states say all of them."""
+    """Return the parameters that these tensors hold, including plain tensors. Names and states describe the format, so
+    `config` is not used."""
     parts = _parts(tensors)
     made: dict[str, StoredParameter] = {name: tensor for name, tensor in tensors.items() if name not in parts}
     for part in sorted(parts & tensors.keys()):
@@ -53,7 +54,7 @@ def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 
 
 def _parts(names: Iterable[str]) -> frozenset[str]:
-    """Those that belong to a coded parameter, but for its codes, which have the parameter's name."""
+    """Return the names of parts of coded parameters, except the codes, which have the parameter's name."""
     parts: set[str] = set()
     for name in names:
         if _STATE in name:
@@ -69,7 +70,7 @@ def _parts(names: Iterable[str]) -> frozenset[str]:
 
 def _int8_rows(codes: StoredTensor, scales: StoredTensor, layout: StoredTensor | None) -> Int8Rows:
     if layout is not None and int(read_bytes(layout).sum()) != 0:
-        raise ValueError("its weight_format is not 0, which is rows")
+        raise ValueError("its weight_format is not 0 (rows)")
     if (
         codes.dtype != "I8"
         or len(codes.shape) != 2
@@ -80,7 +81,7 @@ def _int8_rows(codes: StoredTensor, scales: StoredTensor, layout: StoredTensor |
             f"codes of shape {codes.shape} in {codes.dtype} with scales of shape {scales.shape} in {scales.dtype}"
         )
     if codes.nbytes != math.prod(codes.shape) or scales.nbytes != codes.shape[0] * _FLOATS[scales.dtype].itemsize:
-        raise ValueError("a tensor has more or fewer bytes than its shape says")
+        raise ValueError("the size of a tensor does not match its shape")
     flat = StoredTensor(scales.path, scales.dtype, (codes.shape[0],), scales.offset, scales.nbytes)
     return Int8Rows(codes, flat)
 
@@ -101,19 +102,19 @@ def _four_bit_blocks(
         raise ValueError(f"{scales.nbytes} bytes of scales in {scales.dtype} for {blocks} blocks")
     table = _floats(where[f"{name}.quant_map"], 16)
     if not torch.equal(table, _bitsandbytes().get_4bit_type(kind, device="cpu")):
-        raise ValueError("its quant_map is not that of bitsandbytes, which decodes by its own")
+        raise ValueError("its quant_map differs from the table in bitsandbytes, which decodes with its own")
     if not nested:
         return FourBitBlocks(codes, scales, shape, kind, block_numel, table)
     at_once, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
     if at_once < 1 or not math.isfinite(offset):
-        raise ValueError(f"scales in blocks of {at_once} from {offset} on")
+        raise ValueError(f"scales in blocks of {at_once} with offset {offset}")
     scale_scales = _floats(where[f"{name}.nested_absmax"], -(-blocks // at_once))
     scale_table = _floats(where[f"{name}.nested_quant_map"], 256)
     return FourBitBlocks(codes, scales, shape, kind, block_numel, table, scale_table, scale_scales, at_once, offset)
 
 
 def _floats(stored: StoredTensor, count: int) -> torch.Tensor:
-    """A small tensor of so many finite numbers (fp32)."""
+    """Return a small fp32 tensor. Raises ValueError unless it has `count` numbers, all finite."""
     if stored.dtype != "F32" or stored.nbytes != 4 * count:
         raise ValueError(f"{stored.nbytes} bytes in {stored.dtype} instead of {count} numbers in F32")
     numbers = read_bytes(stored).view(torch.float32)
@@ -124,7 +125,7 @@ def _floats(stored: StoredTensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Int8Rows:
-    """A matrix in int8 with a scale for each row."""
+    """A matrix in int8 with a scale per row."""
 
     codes: StoredTensor
     scales: StoredTensor
@@ -146,8 +147,10 @@ class Int8Rows:
 
 @dataclass(frozen=True, eq=False)
 class FourBitBlocks:
-    """A matrix of 4-bit indices with a scale for each block of `block_numel` elements. `scale_table`, `scale_scales` (fp32, for
-    each `scales_at_once`) and `scale_offset`: of scales that are coded again."""
+    """A matrix of 4-bit indices with a scale per block of `block_numel` elements.
+
+    `scale_table`, `scale_scales` (fp32, one per `scales_at_once` scales) and `scale_offset` decode coded scales.
+    """
 
     codes: StoredTensor
     scales: StoredTensor
@@ -162,7 +165,7 @@ class FourBitBlocks:
     _tables: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict, repr=False)
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        """Whole blocks of codes, and their scales."""
+        """Return the ranges of whole blocks of codes, and of their scales."""
         begin, end = self._blocks(first, count)
         elements = min(end * self.block_numel, math.prod(self.shape)) - begin * self.block_numel
         codes, scales = self.codes, self.scales
@@ -192,13 +195,13 @@ class FourBitBlocks:
         return 4 if self.scale_table is None else 1
 
     def _blocks(self, first: int, count: int) -> tuple[int, int]:
-        """The blocks in which rows [first, first + count) are."""
+        """Return the range of blocks that contain rows [first, first + count)."""
         row = math.prod(self.shape[1:])
         begin = first * row // self.block_numel
         return begin, -(-(first + count) * row // self.block_numel) if count else begin
 
     def _scales(self, stored: torch.Tensor, begin: int) -> torch.Tensor:
-        """Those of the blocks from `begin` on."""
+        """Return the scales of the blocks from `begin` on (fp32)."""
         if self.scale_table is None or self.scale_scales is None:
             return stored.clone().view(torch.float32)
         number = torch.arange(begin, begin + stored.numel(), device=stored.device) // self.scales_at_once
@@ -219,7 +222,7 @@ class FourBitBlocks:
         return values.view(-1)
 
     def _on(self, device: torch.device, name: str) -> torch.Tensor:
-        """A table on a device, copied there once."""
+        """Return a table on a device. It is copied there once."""
         if (device, name) not in self._tables:
             self._tables[device, name] = getattr(self, name).to(device)
         return self._tables[device, name]
@@ -230,6 +233,6 @@ def _bitsandbytes() -> Any:
         import bitsandbytes.functional
     except ImportError:
         raise ConfigError(
-            "these weights are in 4 bits, which bitsandbytes decodes: pip install bitsandbytes, or take weights in 8 or 16 bits"
+            "decoding these 4-bit weights needs bitsandbytes: pip install bitsandbytes, or use weights in 8 or 16 bits"
         ) from None
     return bitsandbytes.functional

@@ -1,13 +1,13 @@
-"""What the families have in common: which bytes of its tensors a coded parameter needs for some of its rows, and the arithmetic
-that makes values of codes and scales.
+"""The common part of all families: the bytes that a coded parameter needs for some rows, and the arithmetic of decoding.
 
 [Note: Decoding]
-A value is (code - zero) · scale, computed and rounded as the library of the format does it, and then rounded to the dtype of
-compute. It is done in chunks that stay in the cache of a core, with torch's operations: they are vectorised, use all threads of
-torch, and are the same on a GPU, to which the codes are copied.
+A value is (code - zero) · scale. It is computed and rounded as in the library of the format, then rounded to the dtype
+of compute. Decoding runs in chunks that stay in the cache of a core, with torch's operations. These are vectorised, use
+all threads of torch, and give the same on a GPU, to which the codes are copied.
 
-  * Codes of 4 bits: two bytes index a table that has the four values of each pair of bytes.
-  * fp8: torch converts it element by element on a CPU. The bits of e4m3, moved to those of fp16, are the value over 256.
+  * 4-bit codes: two bytes index a table that has the four values of each pair of bytes.
+  * fp8: on a CPU torch converts it element by element. Instead, the bits of e4m3 are moved to those of fp16, which
+    gives the value over 256.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from infinity.store.foreign import DTYPES, FileRange, StoredTensor, as_elements
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What fp4 means, by code. OCP Microscaling Formats v1.0, 5.3.3."""
+"""The values of fp4, by code. OCP Microscaling Formats v1.0, 5.3.3."""
 
 _AT_ONCE_NUMEL = {"cpu": 1 << 18}
-"""Elements that are decoded at once, by kind of device: on a CPU what stays in the cache of a core."""
+"""Elements decoded at once, by kind of device: on a CPU they stay in the cache of a core."""
 _AT_ONCE_NUMEL_ELSEWHERE = 1 << 25
 
 _ACTIVATIONS = ("input", "output", "activation", "q", "k", "v")
@@ -34,7 +34,7 @@ _OF_ACTIVATIONS = tuple(f".{of}_{part}" for of in _ACTIVATIONS for part in ("sca
 
 
 def without_activations(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """All but what says how activations are quantised, which are not."""
+    """Return the tensors without the scales and zero points of activations, which are not quantised here."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(_OF_ACTIVATIONS)}
 
 
@@ -42,7 +42,8 @@ def without_activations(tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
 class Piece:
     """A tensor of a coded parameter.
 
-    rows: how many rows of the parameter share a row of the tensor; 0: all of them need all of it. across: they share a column.
+    rows: the number of rows of the parameter that share a row of the tensor; 0 if every row needs the whole tensor.
+    across: True if they share a column instead.
     """
 
     tensor: StoredTensor
@@ -61,7 +62,7 @@ class Piece:
         return tuple(FileRange(self.tensor.path, start, number * size) for start in starts)
 
     def view(self, parts: Sequence[torch.Tensor], first: int, count: int) -> torch.Tensor:
-        """The bytes of `ranges` as a tensor of some rows, or columns."""
+        """Return the bytes of `ranges` as a tensor of some rows, or columns."""
         _, number = self._shared(first, count)
         elements = [as_elements(part, DTYPES[self.tensor.dtype]) for part in parts]
         lines = self.tensor.shape[0] if self.across else number
@@ -69,7 +70,7 @@ class Piece:
         return whole.view(lines, *((number,) if self.across else self.tensor.shape[1:]))
 
     def _shared(self, first: int, count: int) -> tuple[int, int]:
-        """The first of the rows or columns that rows of the parameter need, and how many."""
+        """Return the first row or column that these rows of the parameter need, and the number of them."""
         if not count:
             return 0, 0
         if not self.rows:
@@ -79,7 +80,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Coded(abc.ABC):
-    """A parameter of several tensors. A family derives from it, and says what their values are."""
+    """A parameter of several tensors. A family derives from it and defines `fill`."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -97,23 +98,23 @@ class Coded(abc.ABC):
 
     @abc.abstractmethod
     def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
-        """Set `out`, rows from `first` on, from what the pieces hold for them."""
+        """Set `out`, rows from `first` on, from the views of the pieces for these rows."""
 
 
 def whole(tensor: StoredTensor, *shape: int) -> Piece:
-    """A piece that all rows need all of, in another shape."""
+    """Return a piece in another shape that every row needs completely."""
     return Piece(shaped(tensor, *shape), rows=0)
 
 
 def shaped(tensor: StoredTensor, *shape: int) -> StoredTensor:
-    """The tensor in another shape. Raises ValueError where it has fewer or more elements."""
+    """Return the tensor in another shape. Raises ValueError if the number of elements differs."""
     if math.prod(tensor.shape) != math.prod(shape):
-        raise ValueError(f"a tensor of shape {tensor.shape} where {shape} is expected")
+        raise ValueError(f"a tensor of shape {tensor.shape} instead of {shape}")
     return replace(tensor, shape=shape)
 
 
 def expect(tensor: StoredTensor, dtypes: Iterable[str], *shape: int) -> StoredTensor:
-    """The tensor. Raises ValueError where it is of another dtype, or shape."""
+    """Return the tensor. Raises ValueError if its dtype or shape differs."""
     if tensor.dtype not in dtypes or tensor.shape != shape:
         raise ValueError(f"{tensor.dtype} of shape {tensor.shape} instead of {'/'.join(dtypes)} of shape {shape}")
     return tensor
@@ -128,14 +129,14 @@ def decode_blocks(
     columns: int | torch.Tensor,
     through: torch.dtype | None = None,
 ) -> None:
-    """Set the matrix `out` to (values - zeros) · scales, computed in the dtype of `scales`: see [Note: Decoding].
+    """Set the matrix `out` to (values - zeros) · scales, computed in the dtype of `scales`: [Note: Decoding].
 
     Args:
         out: a contiguous matrix.
-        values: those of some rows before they are scaled, in memory of their own if they are in the dtype of `scales`.
-        scales, zeros: for each row, one for some columns.
-        columns: for how many, one behind the other; or the number of the scale of each column.
-        through: the dtype that values are rounded to before they come to that of `out`.
+        values: returns the unscaled values of some rows, in new memory if they have the dtype of `scales`.
+        scales, zeros: one per row and group of columns.
+        columns: the number of adjacent columns in a group, or the group of each column.
+        through: the dtype that values are rounded to before the dtype of `out`.
     """
 
     def blocks(matrix: torch.Tensor) -> torch.Tensor:
@@ -148,7 +149,7 @@ def decode_blocks(
             return factors.repeat_interleave(columns, 1)[:, : out.shape[1]]
         return factors[:, columns]
 
-    if scales.dtype is torch.float16:  # which a CPU converts slowly, and whose products are exact in fp32
+    if scales.dtype is torch.float16:  # slow to convert on a CPU; products are exact in fp32
         scales, zeros, through = scales.float(), None if zeros is None else zeros.float(), torch.float16
     through = None if through is out.dtype else through
     aligned = isinstance(columns, int) and out.shape[1] == columns * scales.shape[1]
@@ -165,7 +166,10 @@ def decode_blocks(
 
 
 def row_scales(scales: torch.Tensor, first: int, count: int, rows: int) -> torch.Tensor:
-    """The scales of rows [first, first + count), of which `rows` share one, out of those of the blocks that these touch."""
+    """Return the scale of each of rows [first, first + count), of which `rows` share one.
+
+    scales: those of the blocks that these rows touch.
+    """
     if rows == 1:
         return scales
     numbers = torch.arange(first, first + count, device=scales.device) // rows - first // rows
@@ -173,23 +177,26 @@ def row_scales(scales: torch.Tensor, first: int, count: int, rows: int) -> torch
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as fp32, exactly; bytes are exponents of two, and 127."""
+    """Return scales as fp32, exactly. Bytes are exponents of two, plus 127."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
 
 
 def fp8_values(codes: torch.Tensor) -> torch.Tensor:
-    """fp8 as fp32, exactly."""
+    """Return fp8 as fp32, exactly."""
     if codes.device.type != "cpu" or codes.dtype is not torch.float8_e4m3fn:
         return codes.float()
     bits = codes.view(torch.uint8)
-    if int(torch.bitwise_and(bits, 0x7F).max()) == 0x7F:  # not a number
+    if int(torch.bitwise_and(bits, 0x7F).max()) == 0x7F:  # there is a NaN
         return codes.float()
     moved = bits.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
     return moved.view(torch.float16).float().mul_(256)
 
 
 def nibbles(codes: torch.Tensor, table: Sequence[float], columns: int) -> torch.Tensor:
-    """Codes of 4 bits, the first of two in the low bits, as their values in `table` (16, exact in bf16): rows of `columns`."""
+    """Return the values of 4-bit codes, the first of two in the low bits, as rows of `columns` (bf16).
+
+    table: the 16 values, exact in bf16.
+    """
     flat = codes.contiguous().view(torch.uint8).view(-1)
     if flat.numel() % 2:
         flat = torch.nn.functional.pad(flat, (0, 1))
@@ -200,7 +207,7 @@ def nibbles(codes: torch.Tensor, table: Sequence[float], columns: int) -> torch.
 
 @functools.cache
 def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """The four values in each two bytes, as one int64, from the smallest int16 on."""
+    """Return the four values of each pair of bytes as one int64, from the smallest int16 on."""
     pairs = torch.arange(-(1 << 15), 1 << 15)
     numbers = torch.stack([pairs >> shift & 15 for shift in (0, 4, 8, 12)], 1)
     return torch.tensor(values, dtype=torch.bfloat16)[numbers].view(torch.int64).view(-1).to(device)

@@ -1,15 +1,15 @@
-"""compressed-tensors' formats, and ModelOpt's NVFP4, which differs in names and in what the global scale is.
+"""The formats of compressed-tensors, and ModelOpt's NVFP4, which has other names and a global scale that multiplies.
 
-  * pack-quantized: `weight_packed` has integers of 4 or 8 bits in I32, the first in the lowest bits, less by half their range.
-    `weight_scale` has one for each row, or for each group of columns; `weight_g_idx` is the group of each column where they are
-    not in order. `weight_zero_point` is packed as the weight is, but down the rows.
+  * pack-quantized: `weight_packed` has codes of 4 or 8 bits in I32, the first in the lowest bits. An integer is its
+    code minus half the range. `weight_scale` has a scale per row or per group of columns. `weight_g_idx` is the group
+    of each column if they are not in order. `weight_zero_point` is packed like the weight, but down the rows.
   * int-, float- and naive-quantized: `weight` is I8 or fp8, `weight_zero_point` I8.
-  * nvfp4-pack-quantized: two fp4 codes in a byte, the first in the low bits; fp8 scales of 16 columns each, which are over
-    `weight_global_scale`.
-  * mxfp4-pack-quantized: the same with 32 columns, and exponents of two for scales.
+  * nvfp4-pack-quantized: two fp4 codes per byte, the first in the low bits; an fp8 scale per 16 columns, to be divided
+    by `weight_global_scale`.
+  * mxfp4-pack-quantized: the same with 32 columns, and with exponents of two as scales.
 
-Values are computed in the dtype of the scales: `_dequantize` in compressed_tensors/quantization/lifecycle. Those of fp4 are
-rounded to bf16 first, as `unpack_fp4_from_uint8` makes them; ModelOpt doesn't (`NVFP4QTensor.dequantize`).
+Values are computed in the dtype of the scales: `_dequantize` in compressed_tensors/quantization/lifecycle. Values of
+fp4 are rounded to bf16 first, as in `unpack_fp4_from_uint8`, but not in ModelOpt (`NVFP4QTensor.dequantize`).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _BITS = (4, 8)
 
 @dataclass(frozen=True, eq=False)
 class IntGroups(Coded):
-    """A matrix of integers, with a scale and maybe a zero for each row or group of columns.
+    """A matrix of integers, with a scale and optionally a zero per row or group of columns.
 
-    Its pieces are codes, scales, then zeros and the group of each column where `zeros` and `ordered` say so. `packed`: how many
-    bits a code has in an I32; 0: it is an I8.
+    Pieces: codes, scales, zeros if `zeros`, and the group of each column if `ordered`. packed: the bits of a code in an
+    I32; 0 if codes are I8.
     """
 
     packed: int
@@ -79,7 +79,7 @@ class IntGroups(Coded):
         decode_blocks(out, values, scales, zeros, columns=columns)
 
     def _zeros(self, zeros: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Of rows [first, first + count)."""
+        """Return the zeros of rows [first, first + count)."""
         if not self.packed:
             return zeros
         number = torch.arange(first, first + count, device=zeros.device)
@@ -91,7 +91,7 @@ class IntGroups(Coded):
 
 @dataclass(frozen=True, eq=False)
 class Fp4Groups(Coded):
-    """A matrix of fp4 with scales for groups of columns, and maybe one for all, that divides or multiplies them."""
+    """A matrix of fp4 with a scale per group of columns. A global scale, if any, divides or multiplies these."""
 
     divides: bool
     through: torch.dtype | None
@@ -108,7 +108,7 @@ class Fp4Groups(Coded):
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The parameters that these tensors hold, those that are not coded included."""
+    """Return the parameters that these tensors hold, including plain tensors."""
     groups = [dict(group) for group in dict(config.get("config_groups") or {}).values()]
     _check_known(config, groups)
     schemes = [dict(group["weights"]) for group in groups if group.get("weights")]
@@ -127,7 +127,7 @@ def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 
 
 def modelopt_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The same of ModelOpt's files, in FP8 and NVFP4."""
+    """Return the parameters that ModelOpt's files hold in FP8 and NVFP4, including plain tensors."""
     tensors = without_activations(tensors)
     made: dict[str, StoredParameter] = dict(tensors)
     for weight, codes in tensors.items():
@@ -150,15 +150,15 @@ def _is_part(name: str) -> bool:
 
 
 def _check_known(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise ConfigError for what these files may hold and is not read."""
+    """Raise ConfigError if the config has a format, sparsity or transform that is not supported."""
     formats = {str(one.get("format") or "dense") for one in (config, *groups)}
     sparsity = str(dict(config.get("sparsity_config") or {}).get("format", "dense"))
     for unknown in sorted(formats - _FORMATS) + ([sparsity] if sparsity != "dense" else []):
-        raise ConfigError(f"weights in compressed-tensors' format {printable(unknown)!r} are not read: take others")
-    if dict(config.get("transform_config") or {}).get("config_groups"):
         raise ConfigError(
-            "weights that compressed-tensors has transformed (transform_config) are not read: take others"
+            f"compressed-tensors' format {printable(unknown)!r} is not supported: use weights in another format"
         )
+    if dict(config.get("transform_config") or {}).get("config_groups"):
+        raise ConfigError("compressed-tensors' transform_config is not supported: use weights without transforms")
 
 
 def _parameter(
@@ -202,10 +202,10 @@ def _parameter(
 
 
 def _bits(schemes: list[dict[str, Any]]) -> int:
-    """Of packed integers."""
+    """Return the bits of packed integers."""
     bits = {int(scheme["num_bits"]) for scheme in schemes if scheme.get("type", "int") == "int"}
     if len(bits) != 1 or not bits <= {*_BITS}:
-        raise ValueError(f"integers of {sorted(bits)} bits, where only 4 or only 8 are read")
+        raise ValueError(f"integers of {sorted(bits)} bits instead of only 4 or only 8")
     return bits.pop()
 
 

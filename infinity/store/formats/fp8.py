@@ -1,9 +1,9 @@
-"""fp8 and packed fp4 with scales for blocks, rows, or the whole matrix: transformers' and DeepSeek's "fp8", and "mxfp8".
+"""fp8 and packed fp4 with scales per block, per row or per matrix: "fp8" of transformers and DeepSeek, and "mxfp8".
 
-`weight` is F8_E4M3 or F8_E5M2, or I8 with two fp4 codes in a byte, the first in the low bits. `weight_scale_inv` (or
-`weight_scale`, `scale`, `qscale_weight`) has a scale for each block. Its size is `weight_block_size` of the config, and blocks
-at the edges may be cut; without it, and for fp4, the blocks divide the matrix evenly. A value is code · scale in fp32:
-`Fp8Dequantize` in transformers, `weight_dequant` in DeepSeek-V3's inference/kernel.py.
+`weight` is F8_E4M3 or F8_E5M2, or I8 with two fp4 codes per byte, the first in the low bits. `weight_scale_inv` (or
+`weight_scale`, `scale`, `qscale_weight`) has a scale per block. `weight_block_size` of the config is the size of a
+block, and blocks at the edges may be cut. Without it, and for fp4, the blocks divide the matrix evenly. A value is code
+· scale in fp32: `Fp8Dequantize` in transformers, `weight_dequant` in DeepSeek-V3's inference/kernel.py.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from infinity.store.formats.coded import (
 
 CODES = ("F8_E4M3", "F8_E5M2", "I8")
 SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-"""U8 is an exponent, as F8_E8M0."""
+"""The dtypes of scales. U8 is an exponent, as F8_E8M0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fp8Blocks(Coded):
-    """A matrix, or a stack of them, with a scale for each `block` (rows, columns). `through`: see `decode_blocks`."""
+    """A matrix, or a stack of them, with a scale per `block` (rows, columns). `through`: see `decode_blocks`."""
 
     block: tuple[int, int]
     through: torch.dtype | None = None
@@ -61,7 +61,7 @@ class Fp8Blocks(Coded):
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The parameters that these tensors hold, those that are not coded included."""
+    """Return the parameters that these tensors hold, including plain tensors."""
     tensors = without_activations(tensors)
     made: dict[str, StoredParameter] = dict(tensors)
     for name, codes in tensors.items():
@@ -77,7 +77,7 @@ def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 def scaled_fp8(
     codes: StoredTensor, scales: StoredTensor, block: object, *, through: torch.dtype | None = None
 ) -> Fp8Blocks:
-    """The matrices that `codes` are, with `scales`. `block`: (rows, columns) with one scale, as configured, or None."""
+    """Return the matrices of these codes and scales. `block`: the configured (rows, columns) per scale, or None."""
     shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == "I8" else 1))
     if len(shape) not in (2, 3) or min(shape) < 1 or scales.dtype not in SCALES:
         raise ValueError(f"codes of shape {codes.shape} with scales in {scales.dtype}")
@@ -91,7 +91,7 @@ def scaled_fp8(
         grid = (shape[-2], 1)
     if len(grid) != 2 or min(grid) < 1:
         raise ValueError(f"codes of shape {codes.shape} with scales of shape {scales.shape}")
-    block = None if codes.dtype == "I8" else block  # that of fp8
+    block = None if codes.dtype == "I8" else block  # the configured block is that of fp8
     return _blocks(codes, shape, shaped(scales, *stack, *grid), _block_of(shape[-2:], grid, block), through)
 
 
@@ -108,7 +108,7 @@ def _blocks(
 
 
 def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], configured: object) -> tuple[int, int]:
-    """How many rows and columns have one scale."""
+    """Return the numbers of rows and columns that share a scale."""
     if isinstance(configured, (list, tuple)) and len(configured) == 2:
         rows, columns = (int(size) for size in configured)
         if rows > 0 < columns and grid == (-(-shape[0] // rows), -(-shape[1] // columns)):

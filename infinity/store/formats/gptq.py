@@ -1,11 +1,12 @@
-"""GPTQ and AWQ: matrices that are stored with their inputs down the rows, in fp16's arithmetic.
+"""GPTQ and AWQ: matrices stored with their inputs down the rows, decoded in fp16's arithmetic.
 
 Both have `qweight` and `qzeros` in I32, and fp16 `scales` of shape (groups, outputs) for groups of inputs. A value is
 (code - zero) · scale.
 
-  * GPTQ, 4 or 8 bits: a word of `qweight` has the codes of several inputs of one output, the first in the lowest bits; one of
-    `qzeros` those of several outputs. `g_idx` is the group of each input, which counts where `desc_act` says that they are not
-    in order. Zeros are stored less one, but in "gptq_v2": `dequantize_weight` in GPTQModel's nn_modules/qlinear.
+  * GPTQ, 4 or 8 bits: a word of `qweight` has the codes of several inputs of one output, the first in the lowest bits.
+    A word of `qzeros` has those of several outputs. `g_idx` is the group of each input; it is used if `desc_act` says
+    that they are not in order. Zeros are stored minus one, except in "gptq_v2": `dequantize_weight` in GPTQModel's
+    nn_modules/qlinear.
   * AWQ "gemm", 4 bits: a word has the codes of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7: `dequantize_gemm` in
     AutoAWQ's utils/packing_utils.py.
 """
@@ -28,7 +29,10 @@ _FLOATS = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, eq=False)
 class GptqColumns(Coded):
-    """Codes of `bits`, with zeros less by `zeros_less`. Pieces: codes, zeros, scales, and maybe the group of each input."""
+    """A matrix in GPTQ's codes of `bits`; `zeros_less` is to be added to zeros.
+
+    Pieces: codes, zeros, scales, and the group of each input if they are not in order.
+    """
 
     bits: int
     zeros_less: int
@@ -50,14 +54,14 @@ class GptqColumns(Coded):
 
 @dataclass(frozen=True, eq=False)
 class AwqColumns(Coded):
-    """Pieces: codes, zeros, scales."""
+    """A matrix in AWQ's codes. Pieces: codes, zeros, scales."""
 
     def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
         codes, words, scales = pieces
         skip = first % 8
 
         def outputs(of: torch.Tensor, low: int, high: int) -> torch.Tensor:
-            """Codes as rows of outputs, as bf16."""
+            """Return codes as rows of outputs (bf16)."""
             begin, end = (skip + low) // 8, -(-(skip + high) // 8)
             part = of[:, begin:end].contiguous()
             four = nibbles(part, range(16), 8 * part.shape[1]).view(len(of), -1, 2, 4)
@@ -74,10 +78,10 @@ class AwqColumns(Coded):
 
 
 def gptq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The parameters that GPTQ's files hold, those that are not coded included."""
+    """Return the parameters that GPTQ's files hold, including plain tensors."""
     form = str(config.get("checkpoint_format", "gptq"))
     if form not in ("gptq", "gptq_v2"):
-        raise ConfigError(f"weights in GPTQ's format {printable(form)!r} are not read: take some in gptq or gptq_v2")
+        raise ConfigError(f"GPTQ's format {printable(form)!r} is not supported: use weights in gptq or gptq_v2")
     made: dict[str, StoredParameter] = dict(tensors)
     for name in tensors:
         if name.endswith(".qweight"):
@@ -91,10 +95,12 @@ def gptq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, An
 
 
 def awq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The parameters that AWQ's files hold, those that are not coded included."""
+    """Return the parameters that AWQ's files hold, including plain tensors."""
     form, bits = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
     if form != "gemm" or bits != 4:
-        raise ConfigError(f"weights in AWQ's format {printable(form)!r} of {bits} bits are not read: take gemm's of 4")
+        raise ConfigError(
+            f"AWQ's format {printable(form)!r} with {bits} bits is not supported: use 4-bit weights in gemm"
+        )
     made: dict[str, StoredParameter] = dict(tensors)
     for name in tensors:
         if name.endswith(".qweight"):
@@ -110,7 +116,7 @@ def _gptq(parts: Sequence[StoredTensor], config: Mapping[str, Any], *, zeros_les
     codes, zeros, scales, order = parts
     bits = int(config["bits"])
     if bits not in (4, 8):
-        raise ValueError(f"{bits} bits, where 4 or 8 are read")
+        raise ValueError(f"{bits} bits instead of 4 or 8")
     (inputs,), (groups, outputs) = expect(order, ["I32"], *order.shape).shape, scales.shape
     in_word = 32 // bits
     if inputs % in_word or outputs % in_word:
@@ -148,6 +154,6 @@ def _check_groups(inputs: int, groups: int, config: Mapping[str, Any]) -> None:
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes in each word, the one in the lowest bits first, in a dimension of their own."""
+    """Return the codes of each word, the one in the lowest bits first, in a new last dimension."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return words[..., None] >> shifts & (1 << bits) - 1

@@ -1,8 +1,8 @@
-"""The experts of gpt-oss in MXFP4: fp4 with one scale, a power of two, for each 32 elements.
+"""The experts of gpt-oss in MXFP4: fp4 with one scale, a power of two, per 32 elements.
 
-`X_blocks` is U8 of shape (experts, outputs, inputs / 32, 16), two codes in a byte, the first in the low bits. `X_scales` is U8,
-the exponents and 127. The parameter X is (experts, inputs, outputs): `convert_moe_packed_tensors` in transformers'
-integrations/mxfp4.py.
+`X_blocks` is U8 of shape (experts, outputs, inputs / 32, 16), two codes per byte, the first in the low bits. `X_scales`
+is U8: exponents, plus 127. The parameter X has shape (experts, inputs, outputs): `convert_moe_packed_tensors` in
+transformers' integrations/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4Experts(Coded):
-    """A stack of matrices of which files hold the transposes."""
+    """A stack of matrices, whose transposes are in the file."""
 
     def row(self, number: int) -> Mxfp4Expert:
         return Mxfp4Expert(self.shape[1:], tuple(_all_of(piece.tensor.row(number)) for piece in self.pieces))
@@ -34,14 +34,14 @@ class Mxfp4Experts(Coded):
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4Expert(Coded):
-    """One of them. A row of it has an element in each row of the file, so that each page has elements of all ranks."""
+    """One matrix of the stack. Its rows are columns in the file, so each page has elements of all ranks."""
 
     def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
         _fill_transposed(out, first, *pieces)
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
-    """The parameters that these tensors hold, those that are not coded included."""
+    """Return the parameters that these tensors hold, including plain tensors."""
     made: dict[str, StoredParameter] = dict(tensors)
     for name, codes in tensors.items():
         if name.endswith(("_blocks", "_scales")):
@@ -66,7 +66,7 @@ def _all_of(tensor: StoredTensor) -> Piece:
 
 
 def _fill_transposed(out: torch.Tensor, first: int, codes: torch.Tensor, exponents: torch.Tensor) -> None:
-    """Set `out`, rows from `first` on of the transpose of what is coded. Products with powers of two are exact in bf16."""
+    """Set `out` to rows from `first` on of the transposed matrix. Products with powers of two are exact in bf16."""
     low, high = first // _BLOCK, -(-(first + len(out)) // _BLOCK)
     codes, scales = codes[:, low:high].flatten(1), scale_values(exponents[:, low:high]).bfloat16()
     columns = (high - low) * _BLOCK
