@@ -18,7 +18,7 @@ _INTRO = """\
 <!-- Written by `python -m infinity.config > docs/config.md`; change the models in infinity/config/ instead of this file. -->
 
 infinity reads the JSON that DeepSpeed users own: `infinity.config.load_config` takes a dict, the path of a JSON file,
-or base64 of the JSON. Every key is optional unless it says otherwise.
+JSON text, or base64 of JSON. It may have comments (`#`, `//`, `/* */`). Every key is optional unless it says otherwise.
 
 - Booleans may be the strings "true" and "false", integers may be written as `1e9` or `"40M"`, and byte counts as
   `"512MiB"`. `null` is the same as leaving the key out.

@@ -1,4 +1,4 @@
-"""Reads a config from a dict, a file or base64, and sorts its keys."""
+"""Reads a config from a dict, a file, JSON text or base64, and sorts its keys."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import binascii
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from infinity.errors import ConfigError
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-    """The config in `source`: a dict, the path of a JSON file, or base64 of the JSON (as some launchers pass it).
+    """The config in `source`: a dict, the path of a JSON file, JSON text, or base64 of the JSON (as some launchers pass it).
+
+    JSON may have comments (`#`, `//`, `/* */`) and a comma after the last item, as in the Hjson that DeepSpeed reads.
 
     Values written as "auto" are listed in `Config.auto` and hold their defaults until `Config.resolve` fills them; keys
     that mean nothing here are listed in `Config.ignored`.
@@ -32,7 +35,9 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     if isinstance(source, Mapping):
         return _read_config(source, "config")
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(f"a config is a dict, a path to JSON, or base64 of JSON, got {type(source).__name__}")
+        raise ConfigError(
+            f"a config is a dict, a path to JSON, JSON text, or base64 of JSON, got {type(source).__name__}"
+        )
     text, origin = _read_text(source)
     return _read_config(_parse_json(text, origin), origin)
 
@@ -44,7 +49,9 @@ class _Object(dict[str, Any]):
 
 
 def _read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """The JSON text of a file or of base64, and the words that name where it came from."""
+    """The JSON text of a file, of base64, or the text itself, and the words that name where it came from."""
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return source, "JSON config"
     path = Path(source)
     origin = str(path)
     try:
@@ -69,9 +76,22 @@ def _decode_base64(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
+_COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|(?://|#)[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
+
+
+def _without_comments(text: str) -> str:
+    """`text` with spaces in the place of comments and of commas after a last item, so that lines and columns stay."""
+
+    def blank(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
+
+    return _LAST_COMMAS.sub(blank, _COMMENTS.sub(blank, text))
+
+
 def _parse_json(text: str, origin: str) -> Mapping[str, Any]:
     try:
-        source = json.loads(text, object_pairs_hook=_make_object)
+        source = json.loads(_without_comments(text), object_pairs_hook=_make_object)
         repeated = list(_find_repeated(source))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{origin}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
