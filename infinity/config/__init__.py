@@ -10,6 +10,7 @@ From the bottom: `rules` (what a value may be) ← `blocks`, `infinity_block`, `
 from infinity.config.blocks import FlopsProfilerConfig, Fp16Config, ZeroConfig
 from infinity.config.optimizers import (
     AdamConfig,
+    LRRangeTestConfig,
     MuonConfig,
     OneCycleConfig,
     SchedulerConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "FlopsProfilerConfig",
     "Fp16Config",
+    "LRRangeTestConfig",
     "MuonConfig",
     "OneCycleConfig",
     "SGDConfig",

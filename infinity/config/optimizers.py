@@ -84,7 +84,10 @@ class MuonConfig(Block):
     betas: Betas = key((0.9, 0.999), "AdamW's, of the rest.", in_deepspeed="0.9 and 0.95 unless set.")
     eps: Amount = key(1e-8, "AdamW's, of the rest.", in_deepspeed="1e-10 unless set.")
 
-    ignored_keys = names_of("torch_adam fused foreach")
+    ignored_keys = names_of("torch_adam fused foreach ns_method")
+    fixed_keys: ClassVar[Mapping[str, tuple[bool | str, str]]] = {
+        "per_head_muon": (False, "a matrix is made orthogonal as a whole")
+    }
 
 
 OptimizerConfig = AdamConfig | SGDConfig | MuonConfig
@@ -173,11 +176,26 @@ class OneCycleConfig(SchedulerBlock):
     ignored_keys = names_of("cycle_first_stair_count cycle_second_stair_count last_batch_iteration")
 
 
-SchedulerConfig = WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig | OneCycleConfig
+class LRRangeTestConfig(SchedulerBlock):
+    """A learning rate that grows from step to step, to find a range of useful ones (Smith, 2017)."""
+
+    type: Literal["LRRangeTest"] = key("LRRangeTest", "Names this schedule.")
+    lr_range_test_min_lr: Rates = key(1e-3, "Learning rate at the start.")
+    lr_range_test_step_size: Positive = key(
+        2000, "Optimizer steps in which the rate grows by `lr_range_test_step_rate`.", unit="steps"
+    )
+    lr_range_test_step_rate: Amount = key(
+        1.0, "Growth per `lr_range_test_step_size`, in units of the rate at the start."
+    )
+    lr_range_test_staircase: Flag = key(False, "Whether it grows at the end of each `lr_range_test_step_size` alone.")
+
+
+SchedulerConfig = WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig | OneCycleConfig | LRRangeTestConfig
 
 SCHEDULERS: dict[str, type[SchedulerBlock]] = {
     "WarmupLR": WarmupLRConfig,
     "WarmupDecayLR": WarmupDecayLRConfig,
     "WarmupCosineLR": WarmupCosineLRConfig,
     "OneCycle": OneCycleConfig,
+    "LRRangeTest": LRRangeTestConfig,
 }

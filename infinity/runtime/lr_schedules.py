@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from infinity.config import (
+    LRRangeTestConfig,
     OneCycleConfig,
     SchedulerConfig,
     WarmupCosineLRConfig,
@@ -53,6 +54,10 @@ def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSchedu
     if isinstance(config, OneCycleConfig):
         return OneCycle(optimizer, config)
     groups = optimizer.param_groups
+    if isinstance(config, LRRangeTestConfig):
+        lowest = _per_group(config.lr_range_test_min_lr, len(groups), "lr_range_test_min_lr")
+        size, growth = config.lr_range_test_step_size, config.lr_range_test_step_rate
+        return AbsoluteLR(optimizer, [RangeRate(low, size, growth, config.lr_range_test_staircase) for low in lowest])
     highest = config.warmup_max_lr if config.warmup_max_lr is not None else tuple(group["lr"] for group in groups)
     rates: list[Callable[[int], float]] = [
         WarmupRate(
@@ -149,6 +154,20 @@ class WarmupCosineRatio:
 
 
 @dataclass(frozen=True)
+class RangeRate:
+    """LRRangeTest after n steps: `low` · (1 + `growth` · n / `step_size`), with the quotient rounded down in a `staircase`."""
+
+    low: float
+    step_size: int
+    growth: float
+    staircase: bool
+
+    def __call__(self, steps: int, /) -> float:
+        sizes = steps // self.step_size if self.staircase else steps / self.step_size
+        return self.low * (1.0 + self.growth * sizes)
+
+
+@dataclass(frozen=True)
 class CycleRate:
     """The learning rate of OneCycle after n steps: a triangle from `low` up to `high` and back, then a decay.
 
@@ -209,6 +228,11 @@ class OneCycle(AbsoluteLR):
         if self.cycle_momentum:
             for group in self.optimizer.param_groups:
                 group["betas"] = (self._first_beta(self.last_epoch), self.second_beta)
+
+    def get_mom(self) -> list[Any] | None:
+        """What the cycle has for the betas of each parameter group, None where momentum is not cycled."""
+        beta = self._first_beta(self.last_epoch) if self.last_epoch else self.max_mom
+        return [(beta, self.second_beta) for _ in self.optimizer.param_groups] if self.cycle_momentum else None
 
     def _first_beta(self, steps: int) -> float:
         cycle = cast(CycleRate, self.lr_lambdas[0])  # kept there only, so that the saved state is numbers

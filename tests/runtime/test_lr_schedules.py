@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_max_lr": 0.1, "warmup_num_steps": 7},
     "WarmupDecayLR": {"warmup_max_lr": 0.1, "warmup_num_steps": 7, "total_num_steps": 20},
     "WarmupCosineLR": {"warmup_num_steps": 7, "total_num_steps": 20, "warmup_type": "linear"},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 5, "lr_range_test_step_rate": 2.0},
     "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 5, "cycle_second_step_size": 8}
     | {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01},
 }
@@ -52,6 +53,13 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_warmup_linear_reaches_the_maximum_and_stays() -> None:
     seen = rates("WarmupLR", 8, warmup_min_lr=0.1, warmup_max_lr=0.5, warmup_num_steps=4, warmup_type="linear")
     assert seen == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+
+
+def test_a_range_test_grows_from_step_to_step_or_in_stairs() -> None:
+    settings = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 3.0}
+    assert rates("LRRangeTest", 5, **settings) == pytest.approx([0.1, 0.25, 0.4, 0.55, 0.7])
+    stairs = rates("LRRangeTest", 5, **settings, lr_range_test_staircase=True)
+    assert stairs == pytest.approx([0.1, 0.1, 0.4, 0.4, 0.7])
 
 
 def test_warmup_log_is_the_default_shape() -> None:
