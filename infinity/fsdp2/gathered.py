@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,17 +39,37 @@ class Init:
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
         self._enabled = enabled
-        self._register: Any = None
+        self._replaced: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._register = nn.Module.register_parameter
-            nn.Module.register_parameter = _without_memory(self._register)  # type: ignore[method-assign]
+            _building.append(self)
+            self._replaced = nn.Module.register_parameter, nn.Module._apply
+            nn.Module.register_parameter = _without_memory(self._replaced[0])  # type: ignore[method-assign]
+            nn.Module._apply = _leaving_meta(self._replaced[1])  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._enabled:
-            nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+            nn.Module.register_parameter, nn.Module._apply = self._replaced  # type: ignore[method-assign]
+            _building.remove(self)
+
+
+_building: list[Init] = []
+"""Those that somebody is in, the outermost first."""
+
+
+@contextlib.contextmanager
+def with_memory() -> Iterator[None]:
+    """A block in which parameters have memory, also inside `Init`."""
+    left = [*_building]
+    for init in reversed(left):
+        init.__exit__()
+    try:
+        yield
+    finally:
+        for init in left:
+            init.__enter__()
 
 
 def _without_memory(register: Any) -> Any:
@@ -58,6 +79,19 @@ def _without_memory(register: Any) -> Any:
         register(module, name, param)
 
     return register_parameter
+
+
+def _leaving_meta(apply: Any) -> Any:
+    """`Module._apply` that moves no tensor without memory: cpu(), cuda() and to() change its dtype alone."""
+
+    def _apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else fn(tensor)
+
+        applied: nn.Module = apply(module, moved, recurse)
+        return applied
+
+    return _apply
 
 
 class GatheredParameters:
