@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from infinity.deepspeed import MODULE_OF, PACKAGES
 
 if TYPE_CHECKING:
+    from infinity import deepspeed as moe
     from infinity import deepspeed as ops
-    from infinity import deepspeed as utils
     from infinity.checkpoint.consolidate import (
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
     )
-    from infinity.deepspeed import checkpointing, pipe, zero
+    from infinity.deepspeed import accelerator, checkpointing, comm, pipe, utils, zero
     from infinity.deepspeed.memory_needs import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -63,8 +63,10 @@ __all__ = [
     "SwapManager",
     "TensorStore",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
+    "comm",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
@@ -77,6 +79,7 @@ __all__ = [
     "init_inference",
     "initialize",
     "measure_drive",
+    "moe",
     "ops",
     "pipe",
     "utils",
@@ -117,7 +120,7 @@ _NAMES_OF = {
         "TensorStore",
     ),
 }
-_ALIASES = {"DeepSpeedEngine": "Engine"}
+_ALIASES = {"DeepSpeedConfigError": "ConfigError", "DeepSpeedEngine": "Engine"}
 _OF_ANOTHER_INFINITY = ("inf", "is_infinite")
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
 

@@ -269,3 +269,48 @@ def test_estimators_under_the_paths_that_scripts_import(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "Stage 3" in out
     assert "Stage 2" in out
+
+
+def test_names_beside_the_engine() -> None:
+    from infinity import comm
+    from infinity.accelerator import get_accelerator
+    from infinity.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+    from infinity.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+    from infinity.utils import RepeatingLoader, logger, set_z3_leaf_modules
+    from infinity.utils.tensor_fragment import safe_get_full_grad
+
+    assert deepspeed.utils.zero_to_fp32 and deepspeed.utils.safe_get_full_grad is safe_get_full_grad
+    accelerator = get_accelerator()
+    assert torch.empty(1, device=accelerator.current_device_name()).device.type == accelerator.device_name()
+    assert accelerator.on_accelerator(torch.empty(1, device=accelerator.device(0)))
+    assert accelerator.memory_allocated() >= 0 and accelerator.device_count() >= 1
+    comm.init_distributed()
+    assert comm.get_world_size() == dist.get_world_size() == 1
+    assert comm.all_reduce is dist.all_reduce
+    batches = RepeatingLoader([1, 2])
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert logger.name == "infinity"
+    model = Model()
+    assert set_z3_leaf_modules(model, [nn.Sequential]) == [model.blocks]
+    groups = {"params": [*model.parameters()]}
+    assert split_params_into_different_moe_groups_for_optimizer(groups) == [groups]
+    assert not any(map(is_moe_param, model.parameters()))
+    assert OffloadDeviceEnum.nvme == "nvme" and OffloadStateTypeEnum.optim_states in [*OffloadStateTypeEnum]
+
+
+def test_modules_are_moved_inside_zero_init() -> None:
+    with deepspeed.zero.Init():
+        model = Model().cpu().bfloat16()
+        assert model.table.dtype == torch.bfloat16
+        assert {(p.is_meta, p.dtype) for p in model.parameters()} == {(True, torch.bfloat16)}
+    with pytest.raises(NotImplementedError):
+        model.cpu()
+
+
+def test_an_engine_is_made_inside_zero_init(nvme_path: Path) -> None:
+    with deepspeed.zero.Init():
+        engine, *_ = deepspeed.initialize(model=Model(), config=config(nvme_path))
+        with engine:
+            assert train(engine, 2)[0] > 0
+            assert nn.Linear(2, 2).weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta

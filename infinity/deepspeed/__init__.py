@@ -18,18 +18,24 @@ if TYPE_CHECKING:
     from infinity.deepspeed import zero_to_fp32 as zero_to_fp32
 
 MODULE_OF = {
+    "infinity.accelerator": "infinity.deepspeed.accelerator",
     "infinity.checkpointing": "infinity.deepspeed.checkpointing",
+    "infinity.comm": "infinity.deepspeed.comm",
+    "infinity.moe.utils": "infinity.deepspeed.moe",
     "infinity.ops.adam": "infinity.deepspeed.adam",
     "infinity.pipe": "infinity.deepspeed.pipe",
     "infinity.runtime.pipe.module": "infinity.deepspeed.pipe",
+    "infinity.runtime.zero.offload_config": "infinity.deepspeed.offload_config",
     "infinity.runtime.zero.stage3": "infinity.deepspeed.memory_needs",
     "infinity.runtime.zero.stage_1_and_2": "infinity.deepspeed.memory_needs",
+    "infinity.utils": "infinity.deepspeed.utils",
+    "infinity.utils.tensor_fragment": "infinity.deepspeed.tensor_fragment",
     "infinity.utils.zero_to_fp32": "infinity.deepspeed.zero_to_fp32",
     "infinity.zero": "infinity.deepspeed.zero",
 }
 """Import path as in DeepSpeed → the module that is imported."""
 
-PACKAGES = ("infinity.ops", "infinity.runtime.pipe", "infinity.runtime.zero", "infinity.utils")
+PACKAGES = ("infinity.moe", "infinity.ops", "infinity.runtime.pipe", "infinity.runtime.zero")
 """Paths that only lead to those below them."""
 
 

@@ -1,0 +1,23 @@
+"""The names that DeepSpeed has for places and states, for `Engine.offload_states` and the config."""
+
+from enum import Enum
+
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where states go."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What goes there; infinity sends all at once."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

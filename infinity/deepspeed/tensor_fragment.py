@@ -1,0 +1,102 @@
+"""Whole fp32 values of one parameter: its master, its gradient, its optimizer state, read and set under DeepSpeed's names.
+
+A parameter is one of `engine.parameters()`; of others, and of frozen ones, there is nothing to read (None). The `full`
+functions that read are collectives; those that set take the same value on all ranks, of which each keeps its rows. The `local`
+ones read this rank's rows, in the parameter's shape where DeepSpeed has them flat.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.errors import InfinityError
+from infinity.fsdp2.materialize import full_tensor, load_full
+from infinity.fsdp2.sharding import local_of
+from infinity.runtime.engine import engine_of
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+]
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The master."""
+    return _full(_master(param))
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient, as the step will have it before it is unscaled and clipped. Raises InfinityError if it was taken out of
+    `.grad`, which `"infinity": {"keep_grad": true}` prevents."""
+    return _full(_grad(param))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """What the optimizer keeps of each element under this name, such as "exp_avg"."""
+    return _full(_state(param, optim_state_key))
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the master; the compute parameter follows."""
+    _set(_master(param), value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient. Raises InfinityError as `safe_get_full_grad`."""
+    _set(_grad(param), value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set what the optimizer keeps under this name. Raises InfinityError before the first step, which makes it."""
+    _set(_state(param, optim_state_key), value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    return _local(_master(param))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    return _local(_grad(param))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    return _local(_state(param, optim_state_key))
+
+
+def _master(param: nn.Parameter) -> torch.Tensor | None:
+    trained = engine_of(param) if param.requires_grad else None
+    return trained[1].data if trained is not None else None
+
+
+def _grad(param: nn.Parameter) -> torch.Tensor | None:
+    trained = engine_of(param)
+    return trained[1].grad if trained is not None else None
+
+
+def _state(param: nn.Parameter, key: str) -> torch.Tensor | None:
+    trained = engine_of(param)
+    return trained[0].optimizer.state.get(trained[1], {}).get(key) if trained is not None else None
+
+
+def _full(sharded: torch.Tensor | None) -> torch.Tensor | None:
+    return full_tensor(sharded, torch.float32) if sharded is not None else None
+
+
+def _local(sharded: torch.Tensor | None) -> torch.Tensor | None:
+    return local_of(sharded).to(torch.float32).clone() if sharded is not None else None
+
+
+def _set(sharded: torch.Tensor | None, value: torch.Tensor) -> None:
+    if sharded is None:
+        raise InfinityError(
+            "there is nothing to set: the parameter is frozen or of no engine, or it has no gradient or state yet"
+        )
+    load_full(sharded, value)
