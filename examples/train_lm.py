@@ -572,7 +572,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.save and reports_here():
             check_room(engine, args.save)
         if args.resume and args.resume is not True:
-            engine.load_checkpoint(args.resume)
+            if engine.load_checkpoint(args.resume)[0] is None:
+                raise infinity.CheckpointError(f"{args.resume} holds no checkpoint: name a folder that --save wrote to")
             console.print(f"resumed at step {engine.global_steps}")
         rates = measure_drive(path, console) if path is not None else None
         first = held_out_loss(engine, held_out, args)

@@ -27,6 +27,8 @@ from infinity.checkpoint.manifest import (
     StateFormat,
     damage,
     find_checkpoint,
+    is_checkpoint,
+    is_deepspeed_checkpoint,
     load_manifest,
     read_latest,
     remove_named,
@@ -152,6 +154,13 @@ class Draft:
 def _rename_latest(note: Path, root: Path) -> None:
     note.rename(root / LATEST)
     sync(root)
+
+
+def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether a folder names its latest checkpoint, is one or has one, for `find` to load or to refuse."""
+    root = Path(directory)
+    folders = [root, *root.iterdir()] if root.is_dir() else []
+    return (root / LATEST).exists() or any(is_checkpoint(one) or is_deepspeed_checkpoint(one) for one in folders)
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:

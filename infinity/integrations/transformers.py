@@ -23,26 +23,25 @@ with needs("transformers"):
     from transformers import Trainer, TrainingArguments
 
 from infinity.config import Config, load_config
-from infinity.errors import ConfigError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.fsdp2.adapters import has_adapters
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
 
 
 class InfinityTrainingArguments(TrainingArguments):
-    """TrainingArguments whose `deepspeed` (a path to JSON, or a dict) is the config of infinity.
+    """TrainingArguments whose `deepspeed` (a path to JSON, JSON text, or a dict) is the config of infinity.
 
     Its "auto" values are filled from the other arguments, as with DeepSpeed. With `infinity.micro_batches` "auto" the Trainer
     takes all samples of a step at once, and the engine splits them into `gradient_accumulation_steps` parts, which take turns:
     `per_device_train_batch_size` becomes the product of both, `gradient_accumulation_steps` 1.
     """
 
-    deepspeed: Any
     infinity_config: str | dict[str, Any] | None = None
     infinity_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
-        self.infinity_config = self.deepspeed
+        self.infinity_config = vars(self)["deepspeed"]
         self.deepspeed = None
         super().__post_init__()
         if self.infinity_config is not None and "infinity.micro_batches" in load_config(self.infinity_config).auto:
@@ -101,7 +100,7 @@ class InfinityTrainer(Trainer):
         engine = self._ensure_engine(max_steps)
         self._set_schedule(engine, max_steps)
         if resume_from_checkpoint is not None:
-            engine.load_checkpoint(resume_from_checkpoint)
+            self._load(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -111,7 +110,13 @@ class InfinityTrainer(Trainer):
         """Does nothing, as the engine does not exist yet; `_prepare_for_training` loads."""
 
     def _load_best_model(self) -> None:
-        self._ensure_engine().load_checkpoint(self.state.best_model_checkpoint)
+        self._load(self.state.best_model_checkpoint)
+
+    def _load(self, folder: str | None) -> None:
+        if folder is None or self._ensure_engine().load_checkpoint(folder)[0] is None:
+            raise CheckpointError(
+                f"{folder} holds no checkpoint of this training: name one of its checkpoint-N folders"
+            )
 
     def compute_loss_context_manager(self) -> Any:
         """Around every forward, in which the Trainer calls the model without the engine: the engine's forward pass."""

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
 from infinity.config import Config, MuonConfig, load_config
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn
-from infinity.fsdp2.gathered import remember_sharded
+from infinity.fsdp2.gathered import remember_sharded, with_memory
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.vertical import Vertical
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
@@ -28,6 +27,7 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
+from infinity.runtime.deepspeed_surface import make_loader
 from infinity.runtime.engine import Engine
 from infinity.runtime.in_memory import InMemory, NoCommits
 from infinity.runtime.monitors import check_monitors, make_monitors
@@ -85,7 +85,7 @@ def initialize(
             another takes its place), or None: the config's. `engine.step` steps it, unless it is a ReduceLROnPlateau: that is
             stepped by you, with your metric.
         collate_fn: for that DataLoader.
-        config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
+        config: a dict, a path to JSON, JSON text, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (a file, an index.json of several, or a folder with either) from which the parameters are set,
             each rank reading only its rows; those of the model, or of one inside it that holds all parameters, or that PEFT
             has put adapters into. Frozen ones stay there, where parameters rest on NVMe: each step reads them
@@ -109,7 +109,7 @@ def initialize(
     source = source if source is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("initialize needs config=: a dict, a path to JSON, or base64 of JSON")
-    with ExitStack() as undo:
+    with with_memory(), ExitStack() as undo:
         close_group = ensure_process_group()
         undo.callback(close_group)
         show_words()
@@ -135,7 +135,10 @@ def initialize(
             give_values(model, resolved, swap, weights, init_fn, unpaged_state)
             made = make_optimizer(model, asked.config, asked.optimizer, asked.groups, swap, asked.stepper)
             schedule = make_schedule(asked.config, lr_scheduler, made, asked.optimizer)
-            loader = _make_loader(training_data, asked.config, collate_fn)
+            loader = None
+            if training_data is not None:
+                last = asked.config.dataloader_drop_last
+                loader = make_loader(training_data, asked.config.batch.micro, collate_fn=collate_fn, drop_last=last)
         in_memory = InMemory(model, made) if swap is None else None
         storage = in_memory or cast(SwapManager, swap)
         engine = Engine(
@@ -222,19 +225,6 @@ def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | Non
     if shard_ranks == 1:
         return peers, None
     return peers, Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)
-
-
-def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
-    if data is None:
-        return None
-    shuffled: Any = DistributedSampler(data) if hasattr(data, "__getitem__") else None  # the order that DeepSpeed draws
-    return DataLoader(
-        data,
-        batch_size=config.batch.micro,
-        sampler=shuffled,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )
 
 
 def _hidden_size(model: nn.Module) -> int | None:

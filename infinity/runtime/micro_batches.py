@@ -38,7 +38,7 @@ class MicroBatches:
     """
 
     def __init__(self, module: nn.Module, resolved: Resolved, vertical: Vertical, *, looks_at_memory: bool) -> None:
-        self._module, self._resolved, self._vertical = module, resolved, vertical
+        self._module, self.resolved, self._vertical = module, resolved, vertical
         self._looks_at_memory = looks_at_memory
         self._data: Iterator[Any] | None = None
         self._most_at_once: int | None = None
@@ -53,9 +53,9 @@ class MicroBatches:
     @property
     def at_once(self) -> int:
         """How many micro-batches of this step take turns; 1 if they come one after the other."""
-        may = self._resolved.paging is not None and not self._gave_up_vertical
-        if self._resolved.schedule == "vertical" or (self._resolved.schedule == "auto" and may):
-            asked = self._resolved.config.micro_batches_at_once
+        may = self.resolved.paging is not None and not self._gave_up_vertical
+        if self.resolved.schedule == "vertical" or (self.resolved.schedule == "auto" and may):
+            asked = self.resolved.config.micro_batches_at_once
             return next(k for k in range(self._most_at_once or asked, 0, -1) if asked % k == 0)
         return 1
 
@@ -75,7 +75,7 @@ class MicroBatches:
         loss_of: the loss of the number of a micro-batch and what its forward returned. functions: where it may keep state.
         goes_back: see `Vertical.forward`.
         """
-        config = self._resolved.config
+        config = self.resolved.config
         alone = dist.get_world_size() == 1  # else each rank would see another figure
         looks = alone and config.infinity.micro_batches_at_once == "auto" and self._looks_at_memory
         is_whole_step = config.infinity.micro_batches > 1 or len(calls) == config.batch.accumulation
@@ -111,9 +111,9 @@ class MicroBatches:
             if dist.get_rank() == 0 and (why := self._vertical.why_not_back):
                 log.info("the forwards of all micro-batches end before a backward begins, as %s", why)
         why = f"the micro-batches of this model can't take turns: {self._vertical.why_not_now}"
-        if self._resolved.config.infinity.micro_batches > 1:
+        if self.resolved.config.infinity.micro_batches > 1:
             raise ConfigError(f"{why}; set infinity.micro_batches to 1, and gradient_accumulation_steps instead")
-        if self._resolved.schedule == "vertical":
+        if self.resolved.schedule == "vertical":
             raise ConfigError(f'{why}; set infinity.schedule to "auto" or "horizontal"')
         if self._vertical.why_not is not None:
             self._gave_up_vertical = True
@@ -131,7 +131,7 @@ class MicroBatches:
         """Memory suffices for what `count` micro-batches save. Whether so many, or fewer, are at once from the next step on. If
         all were asked for, the log tells what they take."""
         why = self._vertical.why_not_now
-        if self._resolved.config.infinity.micro_batches > 1 or self._resolved.schedule == "vertical":
+        if self.resolved.config.infinity.micro_batches > 1 or self.resolved.schedule == "vertical":
             log.info(
                 "%d micro-batches at once: %s; activation checkpointing and infinity.offload_activations take less",
                 of,
@@ -153,7 +153,7 @@ class MicroBatches:
             data_iter = self._data = self._data or _epochs(loader)
         elif not hasattr(data_iter, "__next__"):
             raise TypeError(f"data_iter is a {type(data_iter).__name__}: make an iterator of it once, by iter(...)")
-        count = self._resolved.config.batch.accumulation
+        count = self.resolved.config.batch.accumulation
         batches = list(itertools.islice(data_iter, count))
         if len(batches) < count:
             raise StopIteration(f"the data ended after {len(batches)} of the {count} micro-batches of a step")

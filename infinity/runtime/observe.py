@@ -35,6 +35,8 @@ class StepProgress:
     the mean. Empty where nobody wants to know."""
     _micro_steps_before: int = 0
     """`micro_steps` when the last step ended."""
+    _counted_from: int = 0
+    """`micro_steps` when `accumulation` was set."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     """The same of the step that is due."""
 
@@ -47,7 +49,12 @@ class StepProgress:
         """Whether a step is due after so many micro-batches."""
         if self.boundary is not None:
             return self.boundary
-        return micro_steps > 0 and micro_steps % self.accumulation == 0
+        counted = micro_steps - self._counted_from
+        return counted > 0 and counted % self.accumulation == 0
+
+    def accumulate(self, accumulation: int) -> None:
+        """From the step that is due on, so many micro-batches make a step."""
+        self.accumulation, self._counted_from = accumulation, self.micro_steps
 
     def end_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """The backward passes of micro-batches with these losses ended, each divided as its gradient was."""
@@ -70,7 +77,7 @@ class StepProgress:
     def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
         """A training goes on that has taken so many steps; its next one begins."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
-        self.micro_steps = self._micro_steps_before = global_steps * self.accumulation
+        self.micro_steps = self._micro_steps_before = self._counted_from = global_steps * self.accumulation
         self._losses.clear()
 
 

@@ -120,7 +120,9 @@ def test_what_else_is_asked_of_an_engine(nvme_path: Path) -> None:
         assert engine.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
         assert not engine.was_step_applied()
         assert engine.describe() == "a model"
-        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        with pytest.raises(
+            AttributeError, match=r"engine has no attribute .nothing_of_the_kind., nor has the model Model"
+        ):
             engine.nothing_of_the_kind  # noqa: B018
         assert engine.cur_scale == engine.loss_scale == 1.0
 
@@ -157,3 +159,112 @@ def test_a_schedule_that_a_trainer_sets_is_stepped_saved_and_loaded(nvme_path: P
 
     assert trained(2, load=False) == (0.025, 2)
     assert trained(1, load=True) == (0.0125, 3)
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme"])
+def test_batch_sizes_that_are_set_between_steps(where: str, nvme_path: Path) -> None:
+    """As a script does that begins with small batches: the numbers are those of an engine with these sizes from the start."""
+
+    def take_step(engine: Any) -> None:
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(loss_of(engine))
+            engine.step()
+
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
+    engine, other = (engine_of(nvme_path if where == "nvme" else None, **settings) for _ in range(2))
+    with engine, other:
+        take_step(engine)
+        engine.set_train_batch_size(6)
+        assert engine.get_batch_info() == (6, 2, 3)
+        for number in range(2):
+            engine.backward(loss_of(engine))
+            assert not engine.is_gradient_accumulation_boundary(), number
+        with pytest.raises(infinity.InfinityError, match="a step that has begun"):
+            engine.set_train_batch_size(2)
+        engine.backward(loss_of(engine))
+        engine.step()
+        take_step(other)
+        for _ in range(3):
+            with other.no_sync():
+                other.backward(loss_of(other) / 3)
+        other.set_gradient_accumulation_boundary(True)
+        other.step()
+        assert engine.global_steps == other.global_steps == 2
+        assert engine.get_global_grad_norm() == other.get_global_grad_norm()
+        with pytest.raises(infinity.ConfigError, match=r"train_batch_size: got 7, expected"):
+            engine.set_train_batch_size(7)
+        engine.set_train_micro_batch_size(4)
+        assert engine.get_batch_info() == (12, 4, 3)
+
+
+def test_batch_sizes_stay_where_the_backward_applies_gradients(nvme_path: Path) -> None:
+    with engine_of(nvme_path, infinity={"update": "backward"}) as engine:
+        with pytest.raises(infinity.ConfigError, match="set infinity"):
+            engine.set_train_batch_size(2)
+        with pytest.raises(infinity.ConfigError, match="set infinity"), engine.no_sync():
+            pass
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme"])
+def test_whole_values_are_read_and_set(where: str, nvme_path: Path) -> None:
+    from infinity.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
+
+    with engine_of(nvme_path if where == "nvme" else None, infinity={"keep_grad": True}) as engine:
+        weight, frozen = engine.module.blocks[1].weight, engine.module.blocks[0].bias
+        expected = dict(Model().named_parameters())["blocks.1.weight"]
+        with torch.no_grad():
+            loss_of(engine)  # leaves the root gathered
+        assert torch.equal(safe_get_full_fp32_param(weight), expected)
+        assert torch.equal(safe_get_local_fp32_param(weight), expected)
+        assert safe_get_full_fp32_param(frozen) is safe_get_full_grad(weight) is None
+        engine.backward(loss_of(engine))
+        safe_set_full_grad(weight, 2 * safe_get_full_grad(weight))
+        engine.step()
+        for key in ("exp_avg", "exp_avg_sq"):
+            safe_set_full_optimizer_state(weight, torch.full((64, 64), 0.5), key)
+            assert torch.equal(safe_get_full_optimizer_state(weight, key), torch.full((64, 64), 0.5))
+        safe_set_full_fp32_param(weight, torch.full((64, 64), 0.25))
+        assert (engine.module_state_dict()["blocks.1.weight"].full_tensor() == 0.25).all()
+        with pytest.raises(infinity.InfinityError, match="nothing to set"):
+            safe_set_full_grad(frozen, torch.zeros(64))
+        assert "blocks.0.bias" not in engine.module_state_dict(exclude_frozen_parameters=True)
+        engine.load_module_state_dict({"module": Model().state_dict()})
+        assert torch.equal(safe_get_full_fp32_param(weight), expected)
+        with pytest.raises(infinity.ConfigError, match="scale differ"):
+            engine.load_module_state_dict({n: v for n, v in Model().state_dict().items() if n != "scale"})
+
+
+def test_a_gradient_that_was_taken_says_how_to_see_it(nvme_path: Path) -> None:
+    from infinity.utils import safe_get_full_grad
+
+    nothing_resident = {"stage3_param_persistence_threshold": 0}
+    with engine_of(nvme_path, bf16={"enabled": True}, zero_optimization=nothing_resident) as engine:
+        engine.backward(loss_of(engine))
+        with pytest.raises(infinity.InfinityError, match="keep_grad"):
+            safe_get_full_grad(engine.module.blocks[1].weight)
+
+
+def test_what_deepspeed_s_engine_has_methods_for(nvme_path: Path) -> None:
+    scheduler = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
+    with engine_of(nvme_path, scheduler=scheduler, steps_per_print=7) as engine:
+        assert engine.zero_optimization() and not engine.wall_clock_breakdown()
+        assert (engine.steps_per_print(), engine.optimizer_name(), engine.scheduler_name()) == (7, "adamw", "OneCycle")
+        assert (engine.get_mom(), engine.lr_scheduler.get_mom()) == ([(0.8, 0.99)], [(0.9, 0.99)])
+        engine.set_lr(0.5)
+        assert engine.get_lr() == [0.5]
+        loader = engine.deepspeed_io([torch.ones(2)] * 3, batch_size=2, route="eval")
+        assert [len(batch) for batch in loader] == [2, 1]
+        engine.backward(loss_of(engine))
+        engine.allreduce_gradients()
+        engine.empty_partition_cache()
+        engine.step()
+        with pytest.raises(infinity.InfinityError, match="of your own: call"):
+            engine.scale(torch.ones(()))
