@@ -36,6 +36,16 @@ class PinnedSlab:
         Raises ValueError if `address` isn't a multiple of 4096 or `nbytes` isn't positive.
         """
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give the pages of [offset, offset + nbytes) back to the kernel; their bytes are lost. `present` is False until
+        `fill_again` has made all present.
+
+        No engine may have the slab, and no transfer may use it. Raises ValueError for bounds and alignment (4096).
+        """
+
+    def fill_again(self) -> None:
+        """After `release`: all pages become present in a while, as with `in_background`."""
+
     @property
     def nbytes(self) -> int:
         """Bytes in the slab, as asked for."""

@@ -266,6 +266,9 @@ void bind_slab(py::module_& module) {
       .def_buffer(&buffer_of)
       .def_property_readonly("nbytes", &PinnedSlab::bytes)
       .def_property_readonly("address", [](const PinnedSlab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
+      .def("release", &PinnedSlab::release, py::arg("offset"), py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("fill_again", &PinnedSlab::fill_again, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("present", &PinnedSlab::is_present)
       .def_property_readonly("huge_pages", &PinnedSlab::huge_pages)
       .def_property_readonly("notes", [](const PinnedSlab& slab) { return decode_all(slab.notes()); });

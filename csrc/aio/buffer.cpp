@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "base/crc32c.h"
 #include "base/error.h"
@@ -92,15 +93,15 @@ int64_t absent_bytes() {
 }
 
 PinnedSlab::PinnedSlab(int64_t bytes, bool huge_pages, bool lock, bool in_background)
-    : bytes_(checked_bytes(bytes)), mapped_bytes_(round_up(bytes, kPageBytes)) {
+    : bytes_(checked_bytes(bytes)), mapped_bytes_(round_up(bytes, kPageBytes)), wants_lock_(lock) {
   map();
   try {
     asked_for_huge_ = huge_pages && advise_huge();
     if (in_background) {
-      start_filler(lock);
+      start_filler();
     } else {
       populate();
-      finish(lock);
+      finish();
     }
   } catch (...) {
     munmap(data_, static_cast<size_t>(mapped_bytes_));
@@ -133,6 +134,33 @@ std::vector<std::string> PinnedSlab::notes() const {
   std::vector<std::string> all = notes_;
   if (is_present()) all.insert(all.end(), later_notes_.begin(), later_notes_.end());
   return all;
+}
+
+void PinnedSlab::release(int64_t offset, int64_t bytes) {
+  guard_.check("a slab");
+  if (offset < 0 || bytes <= 0 || bytes > mapped_bytes_ - offset || offset % kPageBytes != 0 ||
+      bytes % kPageBytes != 0) {
+    throw std::invalid_argument("pages of a slab of " + format_bytes(mapped_bytes_) + " can't be released from " +
+                                std::to_string(offset) + " on for " + std::to_string(bytes) + " bytes");
+  }
+  if (filler_ != nullptr) {
+    stopping_ = true;
+    filler_->join();
+    filler_.reset();
+    stopping_ = false;
+  }
+  present_ = false;
+  if (std::exchange(locked_, false)) munlock(data_, static_cast<size_t>(mapped_bytes_));
+  if (madvise(data_ + offset, static_cast<size_t>(bytes), MADV_DONTNEED) != 0) {
+    throw std::runtime_error("pages of the slab can't be released: madvise gave " + format_errno(errno));
+  }
+}
+
+void PinnedSlab::fill_again() {
+  guard_.check("a slab");
+  if (is_present() || filler_ != nullptr) return;
+  later_notes_.clear();
+  start_filler();
 }
 
 void PinnedSlab::wait_until_present() const {
@@ -173,17 +201,17 @@ bool PinnedSlab::advise_huge() {
   return false;
 }
 
-void PinnedSlab::start_filler(bool lock) {
+void PinnedSlab::start_filler() {
   absent += mapped_bytes_;
   try {
-    filler_ = std::make_unique<std::thread>(start_io_thread("inf-fill", [this, lock] {
+    filler_ = std::make_unique<std::thread>(start_io_thread("inf-fill", [this] {
       fill();
-      if (!stopping_) finish(lock);
+      if (!stopping_) finish();
     }));
   } catch (const std::system_error&) {  // no thread to be had
     absent -= mapped_bytes_;
     populate();
-    finish(lock);
+    finish();
   }
 }
 
@@ -200,9 +228,9 @@ void PinnedSlab::fill() {
 }
 
 // What is known only of memory that is present.
-void PinnedSlab::finish(bool lock) {
+void PinnedSlab::finish() {
   if (asked_for_huge_) measure_huge();
-  if (lock) this->lock();
+  if (wants_lock_) lock();
   present_.store(true, std::memory_order_release);
 }
 

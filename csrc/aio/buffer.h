@@ -39,7 +39,13 @@ class PinnedSlab {
 
   std::byte* data() const noexcept { return data_; }
   int64_t bytes() const noexcept { return bytes_; }
-  // Whether all pages are present, and what follows is known. It stays so.
+  // Gives the pages of [offset, offset + bytes) back to the kernel; their bytes are lost. Until fill_again() has made
+  // all pages present, is_present() is false. No ring may have the slab registered, and no transfer may use it. Throws
+  // std::invalid_argument for bounds and alignment, std::runtime_error if the kernel refuses.
+  void release(int64_t offset, int64_t bytes);
+  // After release(): all pages become present in a while, as at the start.
+  void fill_again();
+  // Whether all pages are present, and what follows is known. It stays so until release().
   bool is_present() const noexcept { return present_.load(std::memory_order_acquire); }
   void wait_until_present() const;
   bool huge_pages() const noexcept {
@@ -58,10 +64,10 @@ class PinnedSlab {
 
   void map();
   bool advise_huge();
-  void start_filler(bool lock);
+  void start_filler();
   void fill();
   void populate();
-  void finish(bool lock);
+  void finish();
   void measure_huge();
   void lock();
 
@@ -69,6 +75,7 @@ class PinnedSlab {
   const int64_t mapped_bytes_;  // bytes_ rounded up to whole pages; 0 where the memory is someone else's
   std::byte* data_ = nullptr;
   std::atomic<bool> present_{false};  // set last: who sees it may read what follows
+  const bool wants_lock_ = false;
   bool asked_for_huge_ = false;
   bool huge_pages_ = false;
   bool locked_ = false;

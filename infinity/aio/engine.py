@@ -104,12 +104,12 @@ class IoEngine:
         **io_options: Any,
     ) -> None:
         self._pool = pool
-        self._core = _aio.Engine(
-            **asdict(replace(io or IoSettings(), **io_options)),
-            slab=pool.slab,
-            drives=drives,
-            silence_seconds_max=silence_seconds_max,
-        )
+        self._options = asdict(replace(io or IoSettings(), **io_options))
+        self._options |= {"drives": drives, "silence_seconds_max": silence_seconds_max}
+        self._core = _aio.Engine(**self._options, slab=pool.slab)
+        self._notes: list[str] = []
+        self._drives = [DriveStats(0, 0, 0.0, 0.0)] * drives
+        """What was said, and moved, before the last `resume`."""
         self.stall_seconds = 0.0
 
     @property
@@ -124,21 +124,22 @@ class IoEngine:
     @property
     def notes(self) -> list[str]:
         """Messages: the reason for the backend, and requests that the kernel refused."""
-        return list(self._core.notes)
+        return list(dict.fromkeys((*self._notes, *self._core.notes)))
 
     @property
     def read_bytes(self) -> int:
-        return int(self._core.counters()["read_bytes"])
+        return sum(drive.read_bytes for drive in self._drives) + int(self._core.counters()["read_bytes"])
 
     @property
     def written_bytes(self) -> int:
-        return int(self._core.counters()["written_bytes"])
+        return sum(drive.written_bytes for drive in self._drives) + int(self._core.counters()["written_bytes"])
 
     @property
     def drives(self) -> list[DriveStats]:
         """The statistics of each drive so far."""
         keys = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
-        return [DriveStats(*(drive[key] for key in keys)) for drive in self._core.counters()["drives"]]
+        now = zip(self._drives, self._core.counters()["drives"], strict=True)
+        return [DriveStats(*(getattr(before, key) + drive[key] for key in keys)) for before, drive in now]
 
     def take_timings(self) -> npt.NDArray[np.void]:
         """Return when transfers that ended since the last call were queued, submitted and done; see `_aio.Engine`."""
@@ -196,6 +197,17 @@ class IoEngine:
         """Wait until no transfer is in flight; the time counts as stall. Raises no IoError."""
         with self.stalling():
             self._core.drain()
+
+    def pause(self) -> None:
+        """Stop the threads, so that the kernel holds nothing of the pool, until `resume`. Nothing can be started meanwhile.
+        Raises as `close`."""
+        self._core.close()
+
+    def resume(self) -> None:
+        """After `pause`: start threads again. Raises as the constructor."""
+        core = _aio.Engine(**self._options, slab=self._pool.slab)
+        self._notes, self._drives = self.notes, self.drives
+        self._core = core
 
     def close(self) -> None:
         """Drain, stop the threads, and raise the first error that no wait has raised."""

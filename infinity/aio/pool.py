@@ -27,6 +27,11 @@ class FreeRanges:
         self._free = [(0, nbytes)] if nbytes else []  # (start, end) of each
 
     @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(offset, length) of each free range."""
+        return [(start, end - start) for start, end in self._free]
+
+    @property
     def largest(self) -> int:
         """Size (bytes) of the largest free range."""
         return max((end - start for start, end in self._free), default=0)
@@ -180,6 +185,18 @@ class PinnedPool(Lender):
     def notes(self) -> list[str]:
         """Messages about requests that the kernel refused."""
         return list(self.slab.notes)
+
+    def release(self, keep: Iterable[Lease]) -> None:
+        """Give the memory of all but these leases back to the kernel until `fill_again`; its bytes are lost. No engine may have
+        the pool, see `IoEngine.pause`."""
+        others = FreeRanges(self.nbytes)
+        others.reset((lease.offset, lease.nbytes) for lease in keep)
+        for offset, nbytes in others.ranges:
+            self.slab.release(offset, nbytes)
+
+    def fill_again(self) -> None:
+        """After `release`: the memory becomes resident while it is used already."""
+        self.slab.fill_again()
 
     def lease(self, nbytes: int) -> Lease:
         """As `try_lease`, but raise BudgetError instead of returning None."""

@@ -117,6 +117,11 @@ class HostBuffers:
             self._idle.setdefault(slab.nbytes, []).append(slab)
         self.nbytes = sum(slab.nbytes for slab in self._slabs)
 
+    def trim(self) -> None:
+        """Free the slabs of which nothing is lent. All copies must have ended."""
+        self._take_back()
+        self._drop_idle()
+
     def close(self) -> None:
         """Free all slabs. All copies must have ended, and no buffer may be used any more."""
         for slab in self._slabs:
@@ -153,12 +158,15 @@ class HostBuffers:
 
     def _replace_idle(self, nbytes: int) -> _Slab:
         """Replace the idle slabs by one of `nbytes`, and return it."""
+        self._drop_idle()
+        return self._make(nbytes)
+
+    def _drop_idle(self) -> None:
         for slab in [slab for slabs in self._idle.values() for slab in slabs]:
             self._device.unregister(slab.memory)
             self._slabs.remove(slab)
             self.nbytes -= slab.nbytes
         self._idle.clear()
-        return self._make(nbytes)
 
     def _make(self, nbytes: int) -> _Slab:
         notes: list[str] = []

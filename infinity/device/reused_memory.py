@@ -118,7 +118,9 @@ class ReusedMemory:
         """Unmap all unused memory. Gathered and lent memory stays."""
         self._take_back()
         for address in [address for idle in self._idle.values() for address in idle]:
-            self._free.pop(self._ranges.pop(address), None)
+            range_ = self._ranges.pop(address)
+            self._mappings -= range_.units + 2
+            self._free.pop(range_, None)
         self._idle.clear()
         for range_ in self._free:
             _libc.madvise(_pointer(range_.address), _size(range_.units), mmap.MADV_DONTNEED)

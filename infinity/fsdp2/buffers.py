@@ -64,6 +64,10 @@ class ReusedBuffers:
         """Bytes of idle blocks."""
         return sum(block.nbytes for block in [*self._idle.values()])
 
+    def release(self) -> None:
+        """Free what waits to be lent again."""
+        self._idle.clear()
+
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor of `numel` elements."""
         nbytes = numel * dtype.itemsize

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from infinity.aio import PinnedPool
-from infinity.aio.pool import FreeRanges
+from infinity._aio import File, Priority
+from infinity.aio import IoEngine, PinnedPool, Request
+from infinity.aio.pool import FreeRanges, Lease
 from infinity.errors import BudgetError, InfinityError
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64
 
 
@@ -217,3 +221,37 @@ def test_returned_lease_has_no_view(pool: PinnedPool) -> None:
     lease.give_back()
     with pytest.raises(AssertionError, match="given back"):
         lease.view(torch.uint8)
+
+
+def test_memory_that_is_released_comes_back_but_for_leases_that_are_kept(backend: str, nvme_path: Path) -> None:
+    pool = PinnedPool(16 * MIB)
+    engine = IoEngine(pool, backend=backend)
+    file = File(nvme_path / "file", create=True)
+    file.reserve(4 * MIB)
+
+    def move(operation: str, lease: Lease) -> None:
+        engine.wait(engine.start([Request(operation, file, 0, lease, 0, 4 * MIB, Priority.DEMAND)]))
+
+    kept, other = pool.lease(4 * MIB), pool.lease(4 * MIB)
+    kept.view(torch.uint8).fill_(7)
+    other.view(torch.uint8).fill_(9)
+    move("write", other)
+    for number in range(1, 4):
+        engine.pause()
+        with pytest.raises(ValueError, match="engine is closed"):
+            move("read", other)
+        pool.release([kept])
+        assert not pool.slab.present
+        assert other.view(torch.uint8).unique().tolist() == [0]
+        pool.fill_again()
+        engine.resume()
+        assert kept.view(torch.uint8).unique().tolist() == [7]
+        move("read", other)  # into the pages that are there now
+        assert other.view(torch.uint8).unique().tolist() == [9]
+        assert (engine.read_bytes, engine.written_bytes) == (number * 4 * MIB, 4 * MIB)
+        assert [drive.read_bytes for drive in engine.drives] == [number * 4 * MIB]
+    while not pool.slab.present:
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="can't be released"):
+        pool.slab.release(1, 4096)
+    engine.close()
