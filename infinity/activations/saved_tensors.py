@@ -141,6 +141,11 @@ class Activations:
         before, self._drive_bytes = self._drive_bytes, self._store.drive_bytes
         self.step_bytes = self._drive_bytes[0] - before[0], self._drive_bytes[1] - before[1]
 
+    def trim(self) -> None:
+        """Between steps: give memory back that nothing is kept in."""
+        self._forget()
+        self._store.trim()
+
     def close(self) -> None:
         """Forget everything; backward passes of earlier forwards fail."""
         self._forget()

@@ -51,6 +51,9 @@ class ActivationStore(Protocol):
     def reset(self, items: Iterable[Any]) -> None:
         """Forget everything, `items` included, after an exception."""
 
+    def trim(self) -> None:
+        """Between steps: nothing is in memory that may be elsewhere, and what is idle is given back. Raises IoError."""
+
     def close(self) -> None:
         """Free the store; every item was dropped."""
 
@@ -109,6 +112,9 @@ class HostActivationStore:
         for item in items:
             item.last_event.wait()
         self._host_memory.reset()
+
+    def trim(self) -> None:
+        self._host_memory.trim()
 
     def close(self) -> None:
         self._host_memory.close()
@@ -217,6 +223,10 @@ class ArenaActivationStore:
         self._ending.clear()
         self._stager.recover(())
         self._places.reset()
+
+    def trim(self) -> None:
+        self._stager.settle_all()
+        self.close()
 
     def close(self) -> None:
         self._stager.drop_all()

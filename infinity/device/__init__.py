@@ -2,6 +2,7 @@
 
 from infinity.device.buffers import HostBuffer, HostBuffers
 from infinity.device.reused_memory import ReusedMemory
+from infinity.device.set_aside import SetAside
 from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy, cpu_multiplies_fast_in, why_slow
 from infinity.device.streams import StreamDevice, device_for
 
@@ -13,6 +14,7 @@ __all__ = [
     "HostBuffers",
     "InFlightCopy",
     "ReusedMemory",
+    "SetAside",
     "StreamDevice",
     "cpu_multiplies_fast_in",
     "device_for",

@@ -46,8 +46,8 @@ INDEX = "model.safetensors.index.json"
 
 
 @torch.no_grad()
-def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
-    """Set this rank's shard of a parameter from the whole tensor."""
+def load_full(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    """Set this rank's shard of a parameter, or of a tensor sharded like one, from the whole tensor."""
     local, start = _local_rows(parameter)
     local.copy_(full.reshape(parameter.shape)[start : start + local.shape[0]])
 
@@ -219,14 +219,16 @@ def _list(heading: str, names: list[str]) -> str:
     return f"{heading} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
 
 
-def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor on the CPU) for each parameter; a collective if sharded over several ranks.
+def named_full_tensors(
+    model: nn.Module, dtype: torch.dtype | None, *, device: torch.device | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor on the CPU or on `device`) for each parameter; a collective if sharded over several ranks.
 
     Includes frozen parameters; tied ones come once, under their first name. `dtype` None keeps the masters' fp32.
     """
     scalars = scalar_names(model)
     for parameter, names in parameter_names(model).items():
-        whole = full_tensor(parameter.data, dtype or parameter.dtype).cpu()
+        whole = full_tensor(parameter.data, dtype or parameter.dtype).to(device or "cpu")
         yield names[0], whole.reshape(()) if names[0] in scalars else whole
 
 
@@ -238,7 +240,14 @@ def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(data.shape, dtype=dtype, device=data.device)
     with raise_on_all_ranks():  # reads the arena: a rank that fails must not leave the others waiting in the gather
         local = data._local_tensor.to(dtype).clone()
-    gathered: torch.Tensor = DTensor.from_local(
-        local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+    return gathered(local, data)
+
+
+def gathered(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which this rank has the rows `local`, sharded as `like`. A collective."""
+    if not isinstance(like, DTensor) or not like.numel():
+        return local.reshape(like.shape)
+    whole: torch.Tensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     ).full_tensor()
-    return gathered
+    return whole

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,19 +16,22 @@ from torch import nn
 
 from infinity.checkpoint import arena as checkpoint_arena
 from infinity.checkpoint import dcp as checkpoint
-from infinity.checkpoint.draft import find
+from infinity.checkpoint.draft import find, holds_checkpoint
 from infinity.checkpoint.stored_arena import is_arena_checkpoint
 from infinity.errors import CheckpointError, ConfigError
-from infinity.fsdp2.materialize import named_full_tensors
-from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.materialize import gathered, named_full_tensors
+from infinity.fsdp2.names import buffer_names, parameter_names, parameters_by_name
+from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reshard
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.runtime.engine_state import EngineState
 from infinity.runtime.in_memory import AnyCommits, Updater
 from infinity.runtime.pass_guard import PassGuard
-from infinity.runtime.resolved import Resolved
+from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapManager
+
+log = logging.getLogger("infinity")
 
 
 @dataclass(eq=False)
@@ -97,10 +102,14 @@ class Checkpoints:
 
     def load(
         self, load_dir: str | os.PathLike[str], tag: str | None, *, schedule: bool, verify: bool
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, Any]]:
         """`Engine.load_checkpoint`, but for the commit of what was loaded."""
         self._peers.check()
         self.finish()
+        if tag is None and not any(from_all_ranks(holds_checkpoint(load_dir))):
+            if dist.get_rank() == 0:
+                log.warning("%s holds no checkpoint (no file named 'latest'): nothing is loaded", load_dir)
+            return None, {}
         path = find(load_dir, tag)
         self._commits.try_to_make()  # what was done stays, should loading fail
         self._updater.init_state()
@@ -122,6 +131,27 @@ class Checkpoints:
             with raise_on_all_ranks():
                 self._guard.check_whole()
             checkpoint.save_16bit(save_dir, self._module, self._options.compute_dtype)
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """`Engine.named_weights`."""
+        module, swap = self._module, self._swap
+        with self._guard.entered():
+            with raise_on_all_ranks():
+                self._guard.check_whole()
+            reshard(module)
+        if swap is None or dtype is not swap.paged.compute_dtype:
+            yield from named_full_tensors(module, dtype, device=compute_device())
+        else:
+            swap.paging.finish_updates()
+            parameters, scalars = parameters_by_name(module), scalar_names(module)
+            for number in range(len(swap.paged.groups)):
+                with raise_on_all_ranks():
+                    shards = swap.paging.read_group(number)
+                for name in [*shards]:
+                    whole = gathered(shards.pop(name), parameters[name].data)
+                    yield name, whole.reshape(()) if name in scalars else whole
+        for buffer, names in buffer_names(module, persistent=True).items():
+            yield names[0], buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype)
 
     def consolidated_16bit(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere."""

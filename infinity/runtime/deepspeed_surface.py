@@ -5,23 +5,33 @@ No state of its own: an `Engine` is one of these, and sets the attributes.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.activations.saved_tensors import Activations
 from infinity.config import Config
+from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.live import LiveParameters
-from infinity.fsdp2.sharding import local_of
+from infinity.fsdp2.materialize import load_full
+from infinity.fsdp2.names import parameter_names, parameters_by_name
+from infinity.fsdp2.sharding import local_of, reshard
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale, Scalar
+from infinity.runtime.micro_batches import MicroBatches
 from infinity.runtime.monitors import Event, Monitors, events_of_step
 from infinity.runtime.observe import EngineStats, StepMeter, StepProgress
+from infinity.runtime.pass_guard import PassGuard
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.gradient_lap import RefusingGradient
@@ -39,6 +49,20 @@ def _settable(part: str, name: str, doc: str) -> Any:
     )
 
 
+_OF_CONFIG: Mapping[str, Callable[[Config], Any]] = {
+    "amp_enabled": lambda config: False,
+    "dump_state": lambda config: config.dump_state,
+    "dynamic_loss_scale": lambda config: config.fp16.loss_scale == 0,
+    "get_batch_info": lambda config: tuple(config.batch),
+    "optimizer_name": lambda config: config.optimizer and config.optimizer.type.lower(),
+    "scheduler_name": lambda config: config.scheduler and config.scheduler.type,
+    "steps_per_print": lambda config: config.steps_per_print or None,
+    "wall_clock_breakdown": lambda config: config.wall_clock_breakdown,
+    "zero_optimization": lambda config: config.zero_optimization.stage > 0,
+}
+"""What DeepSpeed has a method for, without arguments, and the config says."""
+
+
 class DeepSpeedSurface:
     """Of an `Engine`, which sets these attributes."""
 
@@ -48,6 +72,8 @@ class DeepSpeedSurface:
     _resolved: Resolved
     _storage: Storage
     _progress: StepProgress
+    _micro_batches: MicroBatches
+    _guard: PassGuard
     _loss_scale: LossScale
     _checkpoints: Checkpoints
     _meter: StepMeter
@@ -66,7 +92,17 @@ class DeepSpeedSurface:
         `engine.state_dict()` (the masters, read from NVMe when they are used), `engine.generate(...)`."""
         if "module" not in self.__dict__:  # not made yet
             raise AttributeError(name)
-        return getattr(self.module, name)
+        if name in _OF_CONFIG:
+            return lambda: _OF_CONFIG[name](self.config)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            model = type(self.module).__name__.removeprefix("FSDP")  # fully_shard renames the class
+            raise AttributeError(
+                f"infinity's engine has no attribute {name!r}, nor has the model {model} that it trains",
+                name=name,
+                obj=self,
+            ) from error
 
     def train(self: E, mode: bool = True) -> E:
         """Training mode."""
@@ -76,6 +112,45 @@ class DeepSpeedSurface:
     def eval(self: E) -> E:
         """Evaluation mode."""
         return self.train(False)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's `state_dict`: sharded fp32 masters, read from NVMe when they are used."""
+        frozen = {name for p, names in parameter_names(self.module).items() if not p.requires_grad for name in names}
+        left_out = frozen if exclude_frozen_parameters else ()
+        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Set the model's values from a state dict, or one under "module" as DeepSpeed saves it: sharded as `module_state_dict`
+        has them, or whole, the same on all ranks. The optimizer's state stays. `fetch_z3_params` is accepted.
+
+        Raises ConfigError, before anything is set, for names that are missing or too many, unless `strict` is False.
+        """
+        values = checkpoint.get("module", checkpoint)
+        with self._guard.entered():
+            reshard(self.module)
+            if custom_load_fn is not None:
+                custom_load_fn(src=values, dst=self.module)
+                return
+            if strict and (differing := sorted(self.module.state_dict().keys() ^ values.keys())):
+                raise ConfigError(f"the state dict doesn't fit the model: {', '.join(differing[:5])} differ")
+            sharded, parameters = {}, parameters_by_name(self.module)
+            for name, value in values.items():
+                if name in parameters and not isinstance(value, DTensor):
+                    load_full(parameters[name], value)
+                else:
+                    sharded[name] = value
+            self.module.load_state_dict(sharded, strict=False)
+
+    def empty_partition_cache(self) -> None:
+        """Release what is gathered."""
+        with self._guard.entered():
+            reshard(self.module)
 
     # The config.
 
@@ -90,6 +165,58 @@ class DeepSpeedSurface:
     def train_batch_size(self) -> int:
         """Samples per step over all ranks."""
         return self.config.batch.train
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Samples per step over all ranks from the next step on, by other `gradient_accumulation_steps`.
+
+        Raises ConfigError where these can't give it, or where gradients are applied in the backward (`infinity.update`), which
+        more than one micro-batch forbids; InfinityError in the middle of a step.
+        """
+        self._set_batch(train_batch_size=train_batch_size, gradient_accumulation_steps=None)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Samples per micro-batch and rank from now on, with as many micro-batches per step; the data is yours to cut."""
+        self._set_batch(train_micro_batch_size_per_gpu=micro_batch_size, train_batch_size=None)
+
+    def _set_batch(self, **sizes: int | None) -> None:
+        if self._progress.is_in_step:
+            raise InfinityError(
+                "the batch sizes of a step that has begun can't change: call step() or zero_grad() first"
+            )
+        config = self.config.model_copy(update=sizes).resolve(world_size=self.world_size)
+        self._check_accumulates(config.batch.accumulation > 1)
+        self.config, self._resolved = config, replace(self._resolved, config=config)
+        self._micro_batches.resolved = self._resolved
+        self._progress.accumulate(config.batch.accumulation)
+
+    def _check_accumulates(self, accumulates: bool) -> None:
+        paging = self._resolved.paging
+        if accumulates and paging is not None and not paging.all_gradients_wait:
+            raise ConfigError(
+                'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
+                "gradient_accumulation_steps"
+            )
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader as `initialize(training_data=...)` makes it; in the dataset's order where `route` isn't "train"."""
+        return make_loader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            shuffled=route == "train",
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            drop_last=self.config.dataloader_drop_last,
+            num_workers=num_local_io_workers or 0,
+        )
 
     def zero_optimization_stage(self) -> int:
         """The config's, 0 to 3."""
@@ -152,6 +279,33 @@ class DeepSpeedSurface:
         """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
         return self._progress.ends_a_step(self._progress.micro_steps)
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say so yourself, until the next step.
+
+        Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
+        """
+        self._check_accumulates(not is_boundary)
+        self._progress.boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in the block end no step. Their gradients are reduced all the same, as each rank holds only its
+        shards of them. Raises ConfigError as `set_gradient_accumulation_boundary(False)`."""
+        self.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._progress.boundary = None
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Accepted, without effect: the backward reduces them."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Refused with InfinityError: it is for a `loss.backward()` of one's own, which the engine would not see."""
+        raise InfinityError(
+            "scale() is for a loss.backward() of your own: call engine.backward(loss), which scales the loss"
+        )
+
     @property
     def cur_scale(self) -> float:
         """The factor on the loss in the coming backward passes; 1 without fp16."""
@@ -162,6 +316,15 @@ class DeepSpeedSurface:
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of each parameter group, until a schedule sets another."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas, or momentum, of each parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def swap_stats(self) -> SwapStats | None:
         """Counters of the swap manager since the start; None if nothing is offloaded."""
@@ -239,6 +402,14 @@ class DeepSpeedSurface:
 
     # The weights alone.
 
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor on the device) of each parameter, then of each buffer that is saved, as the loaders of inference
+        engines take them; in the dtype of compute where `dtype` is None. The names are those of `save_16bit_model`.
+
+        One group is in memory at a time. A collective: every rank takes all of them, and no step comes in between.
+        """
+        return self._checkpoints.named_weights(dtype or self._resolved.compute_dtype)
+
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
         """Write the model in the dtype of compute as safetensors. A collective; rank 0 holds a tensor at a time.
 
@@ -254,3 +425,26 @@ class DeepSpeedSurface:
     ) -> dict[str, torch.Tensor] | None:
         """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
         return self._checkpoints.consolidated_16bit(exclude_frozen=exclude_frozen_parameters)
+
+
+def make_loader(
+    data: Any,
+    batch_size: int,
+    *,
+    shuffled: bool = True,
+    sampler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    drop_last: bool = False,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """A loader of each rank's share of a dataset, in the order that DeepSpeed draws if it is `shuffled`."""
+    if sampler is None and hasattr(data, "__getitem__"):
+        sampler = DistributedSampler(data, shuffle=shuffled)
+    return DataLoader(
+        data,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=num_workers,
+    )

@@ -18,13 +18,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.activations.saved_tensors import Activations
 from infinity.checkpoint.commits import Part
-from infinity.errors import ConfigError, InfinityError
+from infinity.device import SetAside
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.running_statistics import mixtures_explained
-from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reshard
+from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reshard, sharded_of
 from infinity.fsdp2.vertical import MicroBatch, Vertical
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
@@ -50,6 +51,7 @@ from infinity.runtime.observe import EngineStats, StepMeter, StepProgress, WallC
 from infinity.runtime.pass_guard import Pass, PassGuard
 from infinity.runtime.resolved import Resolved
 from infinity.swap import SwapManager
+from infinity.swap.health import Health
 from infinity.swap.timeline import measured
 
 log = logging.getLogger("infinity")
@@ -120,6 +122,7 @@ class Engine(DeepSpeedSurface):
         self._loss_scale = make_loss_scale(config.fp16)
         self._loss_scale.show_on(optimizer)
         self._grad_norm: Scalar | None = None
+        self._buffers_aside = SetAside(())
         self._applied = False
         self._on_close = on_close
         self._closed = False
@@ -137,6 +140,7 @@ class Engine(DeepSpeedSurface):
         )
         self._meter = StepMeter(storage.stats)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
+        _engines.add(self)
 
     # A micro-batch.
 
@@ -331,6 +335,7 @@ class Engine(DeepSpeedSurface):
         ends, before anything was changed; InfinityError in the middle of a step; ConfigError where `infinity.schedule` is
         "vertical" and the model's micro-batches can't take turns.
         """
+        self.health.check_awake()
         if self._progress.is_in_step:
             raise InfinityError(
                 "train_batch takes a whole step, and this one has begun: call step() or zero_grad() first"
@@ -381,6 +386,7 @@ class Engine(DeepSpeedSurface):
     def eval_batch(self, data_iter: Iterator[Any], *, loss_fn: LossFn | None = None) -> torch.Tensor:
         """The mean loss (0-D, fp32) of as many micro-batches, without gradients and in evaluation mode; else as
         `train_batch`."""
+        self.health.check_awake()
         loss_fn = self._micro_batches.loss_fn_or(loss_fn)
         batches, trains = self._micro_batches.take(data_iter, self.training_dataloader), self.module.training
         self.module.eval()
@@ -483,24 +489,11 @@ class Engine(DeepSpeedSurface):
         """
         self._guard.zero_grad(set_to_none)
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so yourself, until the next step.
-
-        Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
-        """
-        paging = self._resolved.paging
-        if not is_boundary and paging is not None and not paging.all_gradients_wait:
-            raise ConfigError(
-                'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
-                "gradient_accumulation_steps"
-            )
-        self._progress.boundary = is_boundary
-
     # Around them.
 
     @contextlib.contextmanager
-    def _in_pass(self, name: str, *, last: bool = False) -> Iterator[None]:
-        with self._guard.entered(), self.peers.in_pass(name, self._guard.standing, last=last):
+    def _in_pass(self, name: str, *, last: bool = False, asleep: bool = False) -> Iterator[None]:
+        with self._guard.entered(asleep=asleep), self.peers.in_pass(name, self._guard.standing, last=last):
             yield
 
     @contextlib.contextmanager
@@ -577,6 +570,8 @@ class Engine(DeepSpeedSurface):
         stays. ConfigError for "arena" if nothing is offloaded. `save_latest` and `exclude_frozen_parameters` are accepted:
         the latest is always named, and frozen parameters are always stored.
         """
+        if save_dir is None:
+            raise CheckpointError("save_checkpoint got no folder to save to (save_dir is None)")
         with self._in_pass("a save_checkpoint"):
             self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, format)
             return True
@@ -604,8 +599,9 @@ class Engine(DeepSpeedSurface):
 
         `verify`: hold every file to the hash that was taken when it was written, which reads all of them once more.
 
-        Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model. The model
-        always fits strictly, and comes with the optimizer's state: what else is asked for is refused with ConfigError.
+        Returns its folder and the client_state; (None, {}), with a warning, if no tag is named and `load_dir` holds none.
+        Raises CheckpointError when it is damaged or of another model. The model always fits strictly, and comes with the
+        optimizer's state: what else is asked for is refused with ConfigError.
         """
         with self._in_pass("a load_checkpoint"):
             if load_module_only or not load_optimizer_states:
@@ -614,9 +610,65 @@ class Engine(DeepSpeedSurface):
                     "files that initialize(weights=...) reads"
                 )
             loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
-            if self._resolved.run_name is not None:
+            if self._resolved.run_name is not None and loaded[0] is not None:
                 self.commit(loaded[1])
             return loaded
+
+    # Memory for others.
+
+    def sleep(self, level: int = 1) -> None:
+        """Between two steps, give memory back until `wake`, for a rollout or an evaluation by others. A collective.
+
+        `level` 1: the memory of the device. If nothing is offloaded, parameters and optimizer state go to host memory.
+        2: pinned host memory, too; what has no place on NVMe keeps its own.
+
+        The training goes on to the bit. Until `wake`, every call that needs the model raises InfinityError. Raises
+        InfinityError in the middle of a step, ConfigError for level 2 if nothing is offloaded.
+        """
+        if level not in (1, 2):
+            raise ConfigError(f"sleep takes level 1 (the device) or 2 (pinned host memory, too), got {level!r}")
+        with self._in_pass("a sleep"):
+            with raise_on_all_ranks():
+                self._guard.check_may_sleep()
+            self._checkpoints.finish()
+            self._commits.make()
+            reshard(self.module)
+            try:
+                with raise_on_all_ranks():
+                    if self.activations is not None:
+                        self.activations.trim()
+                    self._storage.sleep(pinned=level == 2)
+            except BaseException:
+                self._storage.wake()
+                raise
+            self._buffers_aside = SetAside(buffer for buffer in self.module.buffers() if buffer.device.type != "cpu")
+            self.health.sleep()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory back that `sleep` gave. Does nothing if the engine is awake. A collective.
+
+        Raises MemoryError or torch's OutOfMemoryError if others hold it; the engine is still asleep then.
+        """
+        with self._in_pass("a wake", asleep=True):
+            if self.health.state is not Health.ASLEEP:
+                return
+            with raise_on_all_ranks():
+                self._buffers_aside.put_back()
+                self._storage.wake()
+            self.health.wake()
+            self.restart_clock()
+
+    def offload_states(
+        self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """DeepSpeed's name for `sleep(1)`, or `sleep(2)` where `device` is "nvme". All states go, whatever `include` says."""
+        self.sleep(2 if getattr(device, "value", device) == "nvme" else 1)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """DeepSpeed's name for `wake`."""
+        self.wake()
 
     # The end.
 
@@ -630,7 +682,8 @@ class Engine(DeepSpeedSurface):
         if self._closed:
             return
         with contextlib.ExitStack() as last:  # each of these runs, whatever those after it in this list raise
-            last.enter_context(self._guard.entered())
+            last.enter_context(self._guard.entered(asleep=True))
+            self.health.wake()  # what is left needs no memory
             self._closed = True
             last.callback(self.monitor.close)  # last, as it may wait for a network
             last.callback(self._on_close)
@@ -655,6 +708,19 @@ class Engine(DeepSpeedSurface):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engine_of(parameter: nn.Parameter) -> tuple[Engine, nn.Parameter] | None:
+    """The engine that trains a model with this parameter, and its sharded master; None where none does. Releases what is
+    gathered."""
+    for engine in _engines:
+        if (sharded := sharded_of(engine.module, parameter)) is not None:
+            engine.empty_partition_cache()
+            return engine, sharded
+    return None
 
 
 def _zero_grad_of(engine: weakref.ref[Engine], module: weakref.ref[nn.Module], set_to_none: bool = True) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from infinity.checkpoint.commits import Commits, Part
-from infinity.errors import InfinityError
+from infinity.device import SetAside
+from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import local_of
 from infinity.runtime.loss_scale import Scalar
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
@@ -38,6 +39,7 @@ class InMemory:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
         self.health = health = ModelHealth()
+        self._aside = SetAside(())
         optimizer.register_load_state_dict_post_hook(lambda _: health.mend())
 
     # As of a paged optimizer.
@@ -101,6 +103,20 @@ class InMemory:
         return contextlib.nullcontext()
 
     def recover(self) -> None: ...
+
+    def sleep(self, *, pinned: bool) -> None:
+        if pinned:
+            raise ConfigError(
+                "sleep(2) gives host memory back, and nothing of this training is on NVMe: use sleep(1), or set offload_param "
+                'or offload_optimizer to {"device": "nvme", ...}'
+            )
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        tensors = [*self._module.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
+        local = [local_of(tensor.data) for tensor in tensors]
+        self._aside = SetAside(tensor for tensor in local if tensor.device.type != "cpu")
+
+    def wake(self) -> None:
+        self._aside.put_back()
 
     def stats(self) -> SwapStats | None:
         return None

@@ -91,12 +91,12 @@ class PassGuard:
     # Threads.
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self, *, asleep: bool = False) -> Iterator[None]:
         """Around a call of the engine, which waits for another thread's save, load or commit.
 
         Raises InfinityError, before anything is touched, if another thread is in a pass, or in the middle of a step, from its
         first forward with gradients to the end of `step`: what it has gathered would be freed under it. It does not wait for
-        that end, as the other thread may wait for this one.
+        that end, as the other thread may wait for this one. InfinityError also if the engine sleeps, unless it may be `asleep`.
         """
         if in_backward():  # autograd's own threads
             yield
@@ -106,6 +106,8 @@ class PassGuard:
             self._check_thread()
         try:
             self._check_thread()
+            if not asleep:
+                self.health.check_awake()
             yield
         finally:
             self._lock.release()
@@ -259,6 +261,14 @@ class PassGuard:
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
                 f"that ends it, after every {self._progress.accumulation} of them"
+            )
+
+    def check_may_sleep(self) -> None:
+        """Raise InfinityError in the middle of a step, and where the values are not whole."""
+        self.check_whole()
+        if self._progress.is_in_step or self.gradients is not Gradients.NONE:
+            raise InfinityError(
+                "the gradients of the step that has begun would be lost: call sleep() after step(), or after zero_grad()"
             )
 
     def check_whole(self) -> None:

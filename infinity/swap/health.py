@@ -33,6 +33,8 @@ class Health(enum.Enum):
     """Part old and part new, or a write of them was lost. They may be set again, by loading, but not used or stored."""
     SEALED = "sealed"
     """It is unknown which slot of a sub-group a record names. Nothing may be used or written any more."""
+    ASLEEP = "asleep"
+    """Values of one step. The memory that moves them is given back; they may be used only after `wake`."""
     CLOSED = "closed"
     """The swap manager is closed, or is another process's. The values are gone, and their memory is released."""
 
@@ -64,6 +66,21 @@ class ModelHealth:
     def close(self, why: str = _CLOSED) -> None:
         """Mark the values as gone."""
         self._why, self.state = why, Health.CLOSED
+
+    def sleep(self) -> None:
+        """Mark the values as asleep: nothing moves them until `wake`."""
+        self.check_whole()
+        self.state = Health.ASLEEP
+
+    def wake(self) -> None:
+        """Mark sleeping values as whole."""
+        if self.state is Health.ASLEEP:
+            self.state = Health.WHOLE
+
+    def check_awake(self) -> None:
+        """Raise InfinityError if the values are asleep."""
+        if self.state is Health.ASLEEP:
+            raise self._refusal()
 
     def mend(self) -> None:
         """Mark torn values as whole, after all of them were set."""
@@ -118,12 +135,12 @@ class ModelHealth:
 
     def check_not_sealed(self) -> None:
         """Raise InfinityError if nothing may be written any more, or the values are gone."""
-        if self.state in (Health.SEALED, Health.CLOSED):
+        if self.state in (Health.SEALED, Health.ASLEEP, Health.CLOSED):
             raise self._refusal()
 
     def check_not_closed(self) -> None:
-        """Raise InfinityError if the values are gone."""
-        if self.state is Health.CLOSED:
+        """Raise InfinityError if the values are gone or asleep."""
+        if self.state in (Health.ASLEEP, Health.CLOSED):
             raise self._refusal()
 
     def _refusal(self) -> InfinityError:
@@ -144,4 +161,6 @@ class ModelHealth:
                 f"nothing is written any more since this failed: {self._why}; start again with resume=True to continue "
                 "from the last committed step"
             )
+        if self.state is Health.ASLEEP:
+            return InfinityError("the engine sleeps, and its memory is given back: call engine.wake() first")
         return InfinityError(self._why)

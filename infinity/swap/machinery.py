@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from infinity.aio import IoEngine, IoSettings, PinnedPool, near
+from infinity.aio import IoEngine, IoSettings, Lease, PinnedPool, near
 from infinity.device import Device, HostBuffers
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import measure_drive
@@ -111,8 +111,10 @@ class Machinery:
 
     def __init__(self, pinned_bytes: int, drives: Drives, device: Device, *, lock_memory: bool) -> None:
         self._notes: list[str] = []
-        node = device.numa_node if device.numa_node is not None else drives.numa_node
-        with near(node, self._notes):
+        self._node = device.numa_node if device.numa_node is not None else drives.numa_node
+        self._pins = False
+        """Whether host memory is registered with the device."""
+        with near(self._node, self._notes):
             self.pool = PinnedPool(pinned_bytes, lock=lock_memory, in_background=True)
             self.engine = drives.make_engine(self.pool)
         self.arena = drives.make_arena(self.engine)
@@ -140,8 +142,27 @@ class Machinery:
     def adopt(self, device: Device, *, pin: bool) -> None:
         """Compute on `device` from now on. `pin`: register host memory with it."""
         self._take_device(device, pin=pin)
-        refused = device.register(self.pool.slab) if pin else None
-        if refused:
+        self._pins = pin
+        self._register()
+
+    def sleep(self, keep: Iterable[Lease]) -> None:
+        """Give the pinned memory of all but these leases back until `wake`. Nothing may be in flight, and no other lease in
+        use. Raises IoError as `close`."""
+        self.engine.pause()
+        self.stager.device.unregister(self.pool.slab)
+        self.pool.release(keep)
+        self.host_memory.trim()
+
+    def wake(self) -> None:
+        """After `sleep`: the memory is there again, with other bytes. Raises IoError."""
+        with near(self._node, []):
+            self.pool.fill_again()
+            self.engine.resume()
+        self._register()
+
+    def _register(self) -> None:
+        refused = self.stager.device.register(self.pool.slab) if self._pins else None
+        if refused and refused not in self._notes:
             self._notes.append(refused)
 
     def close(self) -> None:

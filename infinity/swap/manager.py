@@ -19,7 +19,7 @@ from torch import nn
 from infinity.aio import DriveStats, IoSettings
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
-from infinity.fsdp2.buffers import reuse_buffers
+from infinity.fsdp2.buffers import ReusedBuffers, reuse_buffers
 from infinity.fsdp2.materialize import frozen_in_files
 from infinity.fsdp2.sharding import (
     ShardedGroup,
@@ -134,7 +134,9 @@ class SwapManager:
         self._device: Device = CpuDevice()
         self._tensors: TensorStore | None = None
         self._paging: Paging | None = None
-        self._closed = False
+        self._buffers: ReusedBuffers | None = None
+        self._closed = self._sleeps = False
+        """`_sleeps`: the pinned memory is given back."""
 
     # Plain tensors.
 
@@ -223,7 +225,7 @@ class SwapManager:
         self._paging = paging
         paging.install(model, groups, replacements)
         if not self._device.is_discrete:
-            reuse_buffers(groups, alone=alone)
+            self._buffers = reuse_buffers(groups, alone=alone)
         return paging
 
     def check_fits(
@@ -338,6 +340,28 @@ class SwapManager:
         self.stager.timeline = timeline
         if self._paging is not None:
             self._paging.trace_into(timeline)
+
+    def sleep(self, *, pinned: bool) -> None:
+        """Between two steps: give back what a paged model takes of the device until `wake`; if `pinned`, also the pinned memory
+        whose bytes are on NVMe. Raises IoError; `wake` is to be called then, too.
+        """
+        if self.timeline is not None:
+            raise InfinityError("a trace runs, and does not outlast a sleep: call stop_trace() first")
+        self.paging.give_back_memory()
+        if self._buffers is not None:
+            self._buffers.release()
+        if pinned:
+            self._sleeps = True
+            tensors = self._tensors.leases if self._tensors is not None else ()
+            self._open().sleep([*self.paged.only_copies, *tensors])
+
+    def wake(self) -> None:
+        """After `sleep`. What the next pass needs first is on its way when this returns. Raises IoError, MemoryError."""
+        if self._sleeps:
+            self._open().wake()
+            self._sleeps = False
+        with self.paging.entered():
+            self.paging.parameters.look_ahead()
 
     def close(self) -> None:
         """Wait for transfers in flight, and release memory and drive space. Idempotent.

@@ -129,7 +129,12 @@ class PagedModel:
     def leases(self) -> list[Lease]:
         """The leases that it holds until `close`."""
         homes = [group.chunk.home for group in self.groups if group.chunk is not None]
-        return [lease for lease in (self._cache, *homes) if lease is not None]
+        return [lease for lease in (*self.only_copies, *homes) if lease is not None]
+
+    @property
+    def only_copies(self) -> list[Lease]:
+        """Those of them that hold bytes which are nowhere else."""
+        return [self._cache] if self._cache is not None else []
 
     def recover(self) -> None:
         """Clean up after an interrupted pass: nothing is gathered or in flight. No chunk may be in use."""

@@ -67,6 +67,7 @@ class Case:
     cached: float = 0.0  # this part of the state stays in host memory
     gradients_in_memory: int | str = "auto"  # bytes
     stays: float | None = None  # this part of the compute parameters stays staged; None: some part
+    sleeps: int = 0  # at this level, after every other step
 
 
 CASES = {
@@ -171,6 +172,20 @@ CASES = {
     },
     "parameters in host memory, the optimizer on NVMe": Case(parameters_on="cpu", clipping=1e3),
     "parameters on NVMe, the optimizer in host memory": Case(state_on="cpu", clipping=1e3),
+    **{
+        f"asleep between steps, {name}": case
+        for name, case in {
+            "the device's memory": Case(sleeps=1, clipping=1e3, evaluate=True),
+            "speculative": Case(sleeps=2, clipping=1e3, evaluate=True, persistence_threshold=0),
+            "clipped, accumulated": Case(sleeps=2, clipping=0.5, accumulation=2, sub_group_size=4096),
+            "updated in backward": Case(sleeps=2, update="backward", stays=1.0, persistence_threshold=0),
+            "updated in forward": Case(sleeps=2, update="forward", frozen=True, stays=0.5, max_in_cpu=40_000),
+            "updated in the step, half cached": Case(sleeps=2, update="step", cached=0.5, persistence_threshold=0),
+            "Muon, gradients on NVMe": Case(sleeps=2, optimizer="Muon", clipping=1.0, gradients_in_memory=0),
+            "host memory": Case(sleeps=2, parameters_on="cpu", state_on="cpu", pinned_bytes_max="auto", clipping=0.5),
+            "vertical": Case(sleeps=2, schedule="vertical", accumulation=2, whole_steps=True, persistence_threshold=0),
+        }.items()
+    },
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
     "updated in forward": Case(update="forward", evaluate=True),
     "updated in forward, accumulation and clipping": Case(
@@ -328,6 +343,7 @@ ON_SEVERAL_RANKS = (
     "8-bit moments, accumulation and clipping",
     "Muon, speculative, clipped",
     "train_batch, vertical, speculative",
+    "asleep between steps, speculative",
 )
 """Cases that several ranks make different: shards cut unevenly, reductions, agreements. The others take minutes there."""
 
@@ -484,6 +500,9 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             norm = engine.get_global_grad_norm()
             assert norm is not None
             losses.append(norm if math.isfinite(norm) else -1.0)  # NaN is not equal to itself
+            if case.sleeps and step % 2 and nvme_path:
+                engine.sleep(case.sleeps)
+                engine.wake()
             if case.evaluate and step % 2:
                 engine.eval()
                 with torch.no_grad():
