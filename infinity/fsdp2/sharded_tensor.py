@@ -75,7 +75,8 @@ class ShardedTensor(DTensor):
 def name_parameters(model: nn.Module) -> None:
     """Make the sharded parameters of a model name themselves in errors about unsupported operations."""
     for parameter, names in parameter_names(model).items():
-        _named(parameter, names[0])
+        if isinstance(parameter, DTensor):  # others are ignored by FSDP2
+            _named(parameter, names[0])
     model.register_forward_pre_hook(_check_data, prepend=True)
     model.__dict__["__deepcopy__"] = _refuse_deepcopy
 

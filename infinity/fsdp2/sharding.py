@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,16 @@ def held_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {getattr(p, name) for p in held for name in shown if hasattr(p, name)}
 
 
+def sharded_of(model: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
+    """The sharded parameter of a root that is this one, or is gathered as it; None where there is none."""
+    for held in (held for group in _all_groups(model) for held in group.fsdp_params):
+        if parameter is held.sharded_param or parameter is getattr(held, "_unsharded_param", None):
+            sharded: nn.Parameter = held.sharded_param
+            return sharded
+    is_there = any(parameter is other for other in model.parameters())  # FSDP2 holds it after the first forward
+    return parameter if is_there and isinstance(parameter, DTensor) else None
+
+
 def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Run each group's `state_dict` inside `entered()`: it releases gathered parameters that may be in use."""
     for module in model.modules():
@@ -228,7 +239,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     """Return the groups of a sharded model, in module order.
 
     Raises ConfigError if it is not sharded, if a group is resharded over fewer ranks after forward, or if a parameter
-    cannot be paged (not fp32, not sharded on dim 0, 0-d).
+    cannot be paged (trained and not fp32, not sharded on dim 0, 0-d). Frozen parameters that it ignores are in no group.
     """
     modules = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
@@ -241,8 +252,11 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
             )
     members: dict[str, dict[ParameterOutline, Any]] = {owner: {} for owner in modules}
     for parameter, names in parameter_names(model).items():
+        if "" in modules and not isinstance(parameter, DTensor) and not parameter.requires_grad:
+            continue
         outline = ParameterOutline(names[0], parameter.shape, parameter.requires_grad)
-        members[owner_of(names[0], modules)][outline] = _checked(names[0], parameter)
+        owner = owner_of(names[0], modules)
+        members[owner][outline] = _checked(names[0], parameter, modules[owner])
     return [
         ShardedGroup(
             owner or "root",
@@ -268,24 +282,44 @@ def owner_of(name: str, owners: Container[str]) -> str:
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype in which all groups are gathered: `MixedPrecisionPolicy.param_dtype`, or fp32."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    dtypes = {state._mp_policy.param_dtype or torch.float32 for state in states}
-    if len(dtypes) != 1:
-        raise ConfigError(f"all groups must be gathered in one dtype, got {sorted(map(str, dtypes))}")
-    return dtypes.pop()
+    gathered = {
+        clean_name(name) or "the root": _param_dtype(module) or torch.float32
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+    dtypes = Counter(gathered.values()).most_common()
+    if len(dtypes) > 1:
+        name = next(name for name, dtype in gathered.items() if dtype == dtypes[-1][0])
+        raise ConfigError(
+            f"{name} is gathered in {dtypes[-1][0]} and other groups in {dtypes[0][0]}, but a paged model has one dtype: "
+            "give all groups the same MixedPrecisionPolicy, and cast in the forward of modules that compute in another "
+            "dtype (x.float())"
+        )
+    return dtypes[0][0]
 
 
-def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+def _param_dtype(module: FSDPModule) -> torch.dtype | None:
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
+def install(
+    model: nn.Module,
+    replacements: dict[nn.Parameter, nn.Parameter],
+    has_values: Callable[[nn.Parameter], bool] = lambda parameter: True,
+) -> None:
     """Replace parameters; tied ones stay tied, because the same object replaces them under each name.
 
-    Afterwards the modules reject conversions to ordinary tensors: half(), to_empty(), to("meta"), ...
+    Afterwards the modules reject conversions to ordinary tensors: half(), to("meta"), ...; and to_empty(), unless no
+    parameter has values.
     """
     for module in model.modules():
-        replaced = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
+        replaced = {name: replacements[p] for name, p in module._parameters.items() if p in replacements}
         if replaced:  # module by module: wrappers change the names that load_state_dict of the whole expects
             module.load_state_dict(replaced, strict=False, assign=True)
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
+        module.__dict__["to_empty"] = functools.partial(_to_empty, module, has_values)
 
 
 def is_in_forward(module: nn.Module | FSDPModule) -> bool:
@@ -344,6 +378,19 @@ def _apply_unless_it_converts(
     return applied
 
 
+def _to_empty(
+    module: nn.Module, has_values: Callable[[nn.Parameter], bool], *, device: Any, recurse: bool = True
+) -> nn.Module:
+    """`module.to_empty` of a model that was paged on the meta device: its parameters have their place, buffers get memory."""
+    if any(map(has_values, module.parameters(recurse))):
+        return _apply_unless_it_converts(module, lambda t: torch.empty_like(t, device=device), recurse)
+    for part in module.modules() if recurse else (module,):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+    return module
+
+
 def _gathers(module: FSDPModule, root: bool) -> int:
     """Return 1 if parameters stay gathered from forward to backward, as the root's do by default; else 2."""
     stays = all(group.post_forward_mesh_info is None for group in param_groups_of(module))
@@ -362,9 +409,12 @@ def param_groups_of(module: FSDPModule) -> list[Any]:
     return module._get_fsdp_state()._fsdp_param_groups
 
 
-def _checked(name: str, parameter: nn.Parameter) -> DTensor:
+def _checked(name: str, parameter: nn.Parameter, owner: FSDPModule) -> DTensor:
     if not isinstance(parameter, DTensor):
-        raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
+        raise ConfigError(
+            f"parameter {name} is trained and not sharded: take it out of ignored_params of fully_shard, or freeze it; if it "
+            "was put into the model after fully_shard, put it there before"
+        )
     if parameter.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
             f"parameter {name} has placements {parameter.placements}; only Shard(0), alone or replicated (HSDP), can "
@@ -375,9 +425,21 @@ def _checked(name: str, parameter: nn.Parameter) -> DTensor:
             f"parameter {name} has no elements, and FSDP2 can't reduce its gradient: freeze it "
             "(requires_grad_(False)), since no update changes it"
         )
-    if parameter.dtype != torch.float32:
+    if parameter.dtype == torch.float32:
+        return parameter
+    if parameter.requires_grad:
         raise ConfigError(
-            f"parameter {name} is {parameter.dtype}: page fp32 masters, and set the compute dtype by "
-            "MixedPrecisionPolicy(param_dtype=...)"
+            f"parameter {name} is trained in {parameter.dtype}, in which small updates are lost, and infinity updates fp32 "
+            "masters: call model.float() before fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "
+            "which computes in bf16 all the same"
+        )
+    if not parameter.is_floating_point() or parameter.itemsize > 4:
+        raise ConfigError(
+            f"parameter {name} is {parameter.dtype}, which fp32 doesn't hold: page floating-point parameters"
+        )
+    if _param_dtype(owner) is None:
+        raise ConfigError(
+            f"the frozen parameter {name} is {parameter.dtype} in a group that is gathered in the dtype of each "
+            "parameter: pass fully_shard an mp_policy=MixedPrecisionPolicy(param_dtype=...), or make it fp32"
         )
     return parameter

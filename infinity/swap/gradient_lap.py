@@ -486,7 +486,10 @@ def trained_shard(parameter: nn.Parameter) -> PagedShard:
     """Return the shard of a parameter. Raises ConfigError if it isn't paged, or was frozen when the model was paged."""
     local = local_of(parameter)  # not of its .data, which would make another view in Python
     if not isinstance(local, PagedTensor):
-        raise ConfigError("a parameter given to the optimizer is not paged: make the optimizer after swap.page(model)")
+        raise ConfigError(
+            "a parameter given to the optimizer is not paged: make the optimizer after swap.page(model), from parameters "
+            "that fully_shard does not ignore"
+        )
     if parameter.requires_grad and not local._shard.trained:
         raise ConfigError(f"{local._shard.name} was frozen when the model was paged: unfreeze it before page()")
     return local._shard

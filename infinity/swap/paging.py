@@ -59,6 +59,9 @@ from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
 from infinity.swap.waiting_gradients import WaitingGradients
 
+_GROUPS_AHEAD = 8
+"""That `Paging.read_group` reads ahead, as far as the pool has room."""
+
 
 class Paging:
     """Moves the state of one model for as long as its swap manager is open.
@@ -144,7 +147,7 @@ class Paging:
         self, model: nn.Module, groups: Sequence[ShardedGroup], replacements: Mapping[nn.Parameter, nn.Parameter]
     ) -> None:
         """Replace the model's parameters by the paged tensors, and register the hooks that follow its passes."""
-        install(model, dict(replacements))
+        install(model, dict(replacements), _has_values)
         name_parameters(model)
         guard(model, self.host_gradients.reused)
         self._model = weakref.ref(model)
@@ -329,6 +332,40 @@ class Paging:
             self.paged.stager.settle_all()
             self.paged.health.check_whole()
 
+    def give_back_memory(self) -> None:
+        """As `settle`, between steps; after it nothing is staged, gathered or on its way, and nothing but the pinned pool has
+        memory for that."""
+        self.settle()
+        self.recover()
+        self.host_gradients.reused.release()
+
+    def read_group(self, number: int) -> dict[str, torch.Tensor]:
+        """The compute parameters of a group's shards on the device, by name, in memory of their own. Next groups are read
+        meanwhile. Raises IoError, InfinityError."""
+        paged = self.paged
+        group, stager = paged.groups[number], paged.stager
+        with self.entered():
+            paged.health.check_whole()
+            lease = stager.acquire(group.chunk) if group.chunk is not None else None
+            try:
+                following = paged.groups[number + 1 : number + 1 + _GROUPS_AHEAD]
+                stager.want([after.chunk for after in following if after.chunk is not None])
+                if group.chunk is not None:
+                    stager.io.verify(group.chunk)
+                source = lease.view(torch.uint8) if lease is not None else group.cached
+                shards = {}
+                for shard in paged.shards[group.shards.start : group.shards.stop]:
+                    elements = shard.resident
+                    if elements is None:
+                        assert source is not None
+                        elements = shard.elements(source.view(torch.uint8))
+                    elements = elements[: shard.shape.numel()].view(shard.shape)
+                    shards[shard.name] = elements.to(self.device.torch_device, paged.compute_dtype, copy=True)
+                return shards
+            finally:
+                if group.chunk is not None:
+                    stager.release(group.chunk, keep=group.stays)
+
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
         moved = self.policy.step_bytes(micro_batches, gathers)
@@ -365,6 +402,11 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    local = local_of(parameter)
+    return local._shard.filled if isinstance(local, PagedTensor) else not local.is_meta
 
 
 def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: Sequence[int]) -> None:
