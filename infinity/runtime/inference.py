@@ -93,7 +93,11 @@ class InferenceEngine:
 
 
 def init_inference(
-    model: nn.Module, config: Any = None, *, weights: str | os.PathLike[str] | None = None
+    model: nn.Module,
+    config: Any = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    auto: Mapping[str, Any] | None = None,
 ) -> InferenceEngine:
     """Make a model ready to be run, with its weights streamed from their files.
 
@@ -103,6 +107,7 @@ def init_inference(
             `infinity.pinned_bytes_max` is "auto", the pool takes up to half of the memory available, as what it holds of the
             model is not read again in each round.
         weights: safetensors (as for `initialize`), in which the parameters stay.
+        auto: values for what the config leaves "auto", as for `initialize`.
 
     A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before anything is run.
     """
@@ -113,7 +118,7 @@ def init_inference(
         model.requires_grad_(False).eval()
         with raise_on_all_ranks():
             settled = load_config(config if config is not None else dict(_CONFIG)).resolve(
-                world_size=dist.get_world_size()
+                world_size=dist.get_world_size(), **(auto or {})
             )
             check_supported(model, None, weights)
             resolved = resolve(
