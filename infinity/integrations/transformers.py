@@ -65,18 +65,19 @@ class InfinityTrainer(Trainer):
     _schedule_of_config: Any = None
     _learning_rate: float = 0.0
     _created_lr_scheduler: bool
+    current_gradient_accumulation_steps: int
     compute_loss: Callable[..., Any]
 
     def __init__(self, *arguments: Any, weights: str | Path | None = None, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
         self._weights = weights
+        super().__init__(*arguments, **keywords)
         if getattr(self.args, "infinity_config", None) is None:
             raise ConfigError(
                 "InfinityTrainer needs its config: args=InfinityTrainingArguments(deepspeed='config.json', ...)"
             )
         if self.model_init is not None:
             raise ConfigError("InfinityTrainer takes no model_init: pass model=")
-        self._compute_loss, self.compute_loss = self.compute_loss, self._compute_in_parts
+        self._compute_whole, self.compute_loss = self.compute_loss, self._compute_in_parts
 
     def close(self) -> None:
         """Free memory and drive space. The model can't be used any more."""
@@ -135,18 +136,34 @@ class InfinityTrainer(Trainer):
     ) -> Any:
         """`compute_loss`, also a subclass's; where the engine splits the batch, part by part. The outputs have nothing but the
         loss then."""
-        compute, engine = self._compute_loss, self._ensure_engine()
+        compute, engine = self._compute_whole, self._ensure_engine()
         told_items = {"num_items_in_batch": num_items_in_batch}
         if not engine.splits:
             return compute(model, inputs, return_outputs=return_outputs, **told_items)
 
         def of_part(forward: Callable[..., Any], **inputs: Any) -> torch.Tensor:
-            loss: torch.Tensor = compute(_Called(forward, model), inputs, return_outputs=False, **told_items)
+            part = self._joined(inputs)
+            loss: torch.Tensor = compute(_Called(forward, model), part, return_outputs=False, **told_items)
             return loss
 
-        told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        loss = engine.loss_in_parts(of_part, inputs, summed=told and num_items_in_batch is not None)
+        summed = self.loss_is_scaled_for_ga  # each loss is a share of the whole step's
+        if summed is None:
+            told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            summed = told and num_items_in_batch is not None
+        parts = engine.config.infinity.micro_batches
+        self.current_gradient_accumulation_steps *= parts  # losses may divide by it
+        try:
+            loss = engine.loss_in_parts(of_part, self._divisible(inputs), summed=summed)
+        finally:
+            self.current_gradient_accumulation_steps //= parts
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def _divisible(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs with one sample in each row, so that they can be split; `_joined` undoes it."""
+        return inputs
+
+    def _joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._ensure_engine().get_global_grad_norm()  # already clipped, if the config says so
@@ -205,6 +222,7 @@ class InfinityTrainer(Trainer):
             self.optimizer = _SteppedByEngine(optimizer)
             self._schedule_of_config = self.engine.lr_scheduler
             self.accelerator.backward = self._backward
+        if self.model not in self.accelerator._models:  # which `train` empties
             self.accelerator._models.append(self.model)  # so that it is not prepared again
         return self.engine
 
