@@ -31,7 +31,7 @@ def test_no_framework_is_loaded_before_its_integration_which_names_what_is_missi
 import importlib, sys, infinity
 for name in infinity.__all__:
     getattr(infinity, name)
-frameworks = ("deepspeed", "transformers", "lightning")
+frameworks = ("deepspeed", "transformers", "lightning", "trl")
 assert not {*frameworks, "accelerate"} & sys.modules.keys()
 for name in frameworks:
     sys.modules[name] = None  # as where it is not installed

@@ -2,7 +2,7 @@
 # Tests one integration in an environment of its own: .venv-NAME, made where it isn't there, with the newest versions that
 # pyproject.toml allows. It stands on .venv, which brings infinity, torch and pytest; only what NAME needs is installed.
 #
-#   tools/test_integration.sh deepspeed|transformers|peft|lightning [pytest arguments]
+#   tools/test_integration.sh deepspeed|transformers|peft|trl|lightning [pytest arguments]
 #
 # peft is what stands on transformers: adapters, quantised and split models, bitsandbytes. Its environment is transformers'.
 set -euo pipefail
@@ -11,13 +11,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 name=${1:-}
 case $name in
-    deepspeed | transformers | lightning) tests=("tests/integrations/test_$name"*.py) ;;
+    deepspeed | transformers | trl | lightning) tests=("tests/integrations/test_$name"*.py) ;;
     peft)
         tests=(tests/integrations/test_{adapters,mixtures,planned_models,published,quantised,bitsandbytes}.py)
         name=transformers
         ;;
     *)
-        echo "usage: tools/test_integration.sh deepspeed|transformers|peft|lightning [pytest arguments]" >&2
+        echo "usage: tools/test_integration.sh deepspeed|transformers|peft|trl|lightning [pytest arguments]" >&2
         exit 2
         ;;
 esac
