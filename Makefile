@@ -20,7 +20,7 @@ CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-dev setup-docs docs demo demo-words test replay-records test-long torture fuzz test-deepspeed test-transformers test-peft \
-	test-trl test-lightning test-deepspeed-own test-integrations test-torch wheels test-wheel release-check lint lint-style lint-layout lint-types lint-cxx format clean distclean
+	test-accelerate test-trl test-lightning test-deepspeed-own test-integrations test-torch wheels test-wheel release-check lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -69,16 +69,16 @@ torture: setup-test ## the fault campaigns with thousands of seeds; an hour or s
 fuzz: ## fuzz the C++ core with clang, each program for SECONDS=60
 	tools/fuzz.sh $(or $(SECONDS),60)
 
-test-deepspeed test-transformers test-peft test-trl test-lightning: ## an integration, in an environment of its own on top of .venv
+test-deepspeed test-transformers test-peft test-accelerate test-trl test-lightning: ## an integration, in an environment of its own on top of .venv
 	tools/test_integration.sh $(@:test-%=%) $(SHORT) $(ARGS)
 
 test-deepspeed-own: ## DeepSpeed's own tests of its I/O on our handle (DEEPSPEED=its checkout)
 	tools/test_deepspeed_own.sh "$(DEEPSPEED)" $(ARGS)
 
-test-integrations: ## all of them, without what takes minutes; side by side, but for two that share an environment
+test-integrations: ## all of them, without what takes minutes; side by side, but for those that share an environment
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \
 		test-deepspeed test-transformers test-trl test-lightning
-	@$(MAKE) --no-print-directory SHORT='-m "not long"' test-peft
+	@$(MAKE) --no-print-directory SHORT='-m "not long"' test-peft test-accelerate
 
 test-torch: ## the suite on each torch that we say it works on (TORCH="2.14.1 2.15.0" for others)
 	tools/test_torch_versions.sh "$(TORCH)" --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -2,9 +2,10 @@
 # Tests one integration in an environment of its own: .venv-NAME, made where it isn't there, with the newest versions that
 # pyproject.toml allows. It stands on .venv, which brings infinity, torch and pytest; only what NAME needs is installed.
 #
-#   tools/test_integration.sh deepspeed|transformers|peft|trl|lightning [pytest arguments]
+#   tools/test_integration.sh deepspeed|transformers|peft|accelerate|trl|lightning [pytest arguments]
 #
-# peft is what stands on transformers: adapters, quantised and split models, bitsandbytes. Its environment is transformers'.
+# peft is what stands on transformers: adapters, quantised and split models, bitsandbytes. Its environment is transformers', and
+# so is that of accelerate.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/stacked_venv.sh
@@ -16,8 +17,12 @@ case $name in
         tests=(tests/integrations/test_{adapters,mixtures,planned_models,published,quantised,bitsandbytes}.py)
         name=transformers
         ;;
+    accelerate)
+        tests=(tests/integrations/test_accelerate.py)
+        name=transformers
+        ;;
     *)
-        echo "usage: tools/test_integration.sh deepspeed|transformers|peft|trl|lightning [pytest arguments]" >&2
+        echo "usage: tools/test_integration.sh deepspeed|transformers|peft|accelerate|trl|lightning [pytest arguments]" >&2
         exit 2
         ;;
 esac

@@ -24,12 +24,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
 
 import trainer_llama
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
 from trainer_llama import Sentences, config_for, make_model
 from transformers import LlamaForCausalLM, TrainerCallback
 
-import infinity
 from infinity import init_empty
 from infinity.errors import ConfigError
 from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
@@ -323,21 +320,3 @@ def test_the_engine_knows_of_every_forward(nvme_path: Path, tmp_path: Path, caps
     timed = re.findall(r"time \(ms\) \| fwd: (\d+\.\d\d)", capsys.readouterr().out)
     assert len(timed) == 3
     assert all(float(milliseconds) > 0 for milliseconds in timed)
-
-
-def test_a_loop_written_for_accelerate_keeps_its_data_and_gathers(nvme_path: Path) -> None:
-    """As docs/integrations/transformers.md says: `initialize` in the place of `prepare`, the rest stays."""
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Sentences(16, 1), batch_size=4))  # type: ignore[arg-type]
-    config = {**config_for(nvme_path), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    engine, *_ = infinity.initialize(model=make_model(), config=config)
-    losses = []
-    with engine:
-        for _ in range(3):
-            for batch in loader:
-                loss = engine(**batch).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
-    assert len(losses) == 3 * 4
-    assert losses[-1] < losses[0]
