@@ -11,6 +11,7 @@ import functools
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +34,20 @@ class MemoryLimit:
     enter: Callable[[], None] | None = None
 
     def run(self, command: list[str], *, pass_fds: Sequence[int] = (), stdout: TextIO | None = None) -> int:
-        """Run a command on this terminal until it ends. Returns its exit status, -N if signal N ended it."""
+        """Run a command on this terminal until it ends. Returns its exit status, -N if signal N ended it; 130 if Ctrl-C
+        came and it did not succeed, as Python itself may exit with 1 while it starts."""
+        interrupted = False
         with subprocess.Popen(
             [*self.command, *command], preexec_fn=self.enter, pass_fds=pass_fds, stdout=stdout
         ) as process:
             while True:
                 try:
                     status = process.wait()
+                    if interrupted and status > 0:
+                        return 128 + signal.SIGINT
                     return 128 - status if status > 128 else status  # systemd-run returns 128 + N for signal N
                 except KeyboardInterrupt:  # the child got it too, and ends by itself
-                    continue
+                    interrupted = True
                 except BaseException:
                     process.terminate()
                     raise
