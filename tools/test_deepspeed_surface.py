@@ -35,7 +35,7 @@ LEFT_OUT = {
 """Files that are not run, by what is in them."""
 
 RULES = {
-    "uses what is inside of DeepSpeed": r"InsideError|AttributeError|cannot import name",
+    "uses internals of DeepSpeed": r"InsideError|AttributeError|cannot import name",
     "refused in words": r"infinity\.errors\.\w+Error|\b(Config|Infinity|Checkpoint|Budget|Store)Error: ",
     "expects another error, or other words": r"DID NOT RAISE|Regex pattern did not match",
     "asserts of which class an object is, or what DeepSpeed puts on it": r"assert (not )?isinstance\(|_external_params|\.ds_\w"

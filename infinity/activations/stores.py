@@ -52,7 +52,7 @@ class ActivationStore(Protocol):
         """Forget everything, `items` included, after an exception."""
 
     def trim(self) -> None:
-        """Between steps: nothing is in memory that may be elsewhere, and what is idle is given back. Raises IoError."""
+        """Between steps: moves everything out of memory that may be elsewhere, and gives idle memory back. Raises IoError."""
 
     def close(self) -> None:
         """Free the store; every item was dropped."""

@@ -11,7 +11,7 @@ __all__ = ["get_accelerator"]
 
 
 class Accelerator:
-    """CUDA, or the CPU where there is none. What is not here is looked for in `torch.cuda` or `torch.cpu`, then in `torch`."""
+    """CUDA, or the CPU if there is none. Other names are looked up in `torch.cuda` or `torch.cpu`, then in `torch`."""
 
     def __init__(self) -> None:
         self._module: Any = torch.cuda if torch.cuda.is_available() else torch.cpu

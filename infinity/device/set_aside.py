@@ -8,7 +8,7 @@ import torch
 
 
 class SetAside:
-    """From now until `put_back`, `tensors` have no memory. They, their views and whoever holds them stay as they are.
+    """From now until `put_back`, `tensors` have no memory. They, their views and all references to them stay as they are.
 
     Their bytes are in ordinary host memory. Nothing may read or write them meanwhile.
     """

@@ -56,7 +56,7 @@ class Init:
 
 
 _building: list[Init] = []
-"""Those that somebody is in, the outermost first."""
+"""Contexts that are entered now, outermost first."""
 
 
 @contextlib.contextmanager

@@ -622,7 +622,7 @@ class Engine(DeepSpeedSurface):
         `level` 1: the memory of the device. If nothing is offloaded, parameters and optimizer state go to host memory.
         2: pinned host memory, too; what has no place on NVMe keeps its own.
 
-        The training goes on to the bit. Until `wake`, every call that needs the model raises InfinityError. Raises
+        Training continues bit for bit. Until `wake`, every call that needs the model raises InfinityError. Raises
         InfinityError in the middle of a step, ConfigError for level 2 if nothing is offloaded.
         """
         if level not in (1, 2):

@@ -1,4 +1,4 @@
-"""A training script of the shape of TRL's sft.py: arguments and trainer are subclasses that somebody else wrote.
+"""A training script of the shape of TRL's sft.py: arguments and trainer are subclasses of another library.
 
 What TRL has is above the line, what its user changes below it.
 """

@@ -119,7 +119,7 @@ def test_a_model_inside_another_trains_as_in_memory(
 def test_adapters_that_need_the_values_of_the_model_are_refused(base: Path, one_rank: None, nvme_path: Path) -> None:
     model = adapted(empty=True)
     model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(ConfigError, match=r"init_lora_weights='pissa' changes the weights"):
+    with pytest.raises(ConfigError, match=r"init_lora_weights='pissa' changes the base weights"):
         make_engine("llama", nvme_path, model=model, weights=base)
     model.peft_config["default"].init_lora_weights = False
     with pytest.raises(ConfigError, match=r"adapters on the meta device need .* not False"):

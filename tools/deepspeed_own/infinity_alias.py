@@ -86,7 +86,7 @@ ON_THE_SIDE: dict[str, Any] = {
     "required_torch_version": lambda *_, **__: True,
     "see_memory_usage": lambda *_, **__: None,
 }
-"""What tests call beside what they test."""
+"""Names that tests call besides those they test."""
 
 
 class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
