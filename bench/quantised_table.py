@@ -1,4 +1,4 @@
-"""The table of docs/frozen_weights.md: generation and LoRA steps on quantised files and on bf16, bound by the drive.
+"""The quantised files of docs/frozen_weights.md: generation and LoRA steps on them and on bf16, bound by the drive.
 
     python bench/quantised_table.py --nvme-path /local_nvme --lines bench/results/quantised.jsonl
     python bench/quantised_table.py --layers 16 --pool-share 0.5 --rounds 1 --formats bf16,fp8
