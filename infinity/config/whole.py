@@ -181,8 +181,8 @@ class Config(Block):
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
-        """Folders on the drives where parameters or optimizer state rest; empty where neither does, and where all that rests on
-        NVMe is to be in files of the user."""
+        """Folders on the drives for parameters or optimizer state; empty if none is needed, as for frozen parameters in files
+        of the user."""
         zero = self.zero_optimization
         for block in (zero.offload_param, zero.offload_optimizer):
             if block.device == "nvme" and block.nvme_path is not None:

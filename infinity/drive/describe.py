@@ -19,7 +19,7 @@ from infinity.units import KIB, MIB
 _BLOCK_BYTES_MIN = 512 * KIB
 _BLOCK_BYTES_MAX = 1 * MIB
 _SECTOR_BYTES = 512
-"""Unit of `size` in sysfs, whatever the drive's sector size."""
+"""Unit of `size` in sysfs, for drives of any sector size."""
 _MEMORY = "is memory, not a drive: state that is offloaded there uses the memory that offloading should save"
 _UNSUITABLE = {
     "tmpfs": _MEMORY,

@@ -136,7 +136,7 @@ class _ProgramOfRank:
         self._pass(range(len(self._numels)), use, self._save)
 
     def _pass(self, groups: Sequence[int], use: Callable[[int], None], finish: Callable[[int, int], None]) -> None:
-        """Add the uses of these groups, and after each whatever `finish` adds, given the use's place. If the device is
+        """Add the uses of these groups, and after each use those that `finish` adds, given the use's place. If the device is
         not the host, `finish` runs once the next use is in flight."""
         behind = not self._machine.device_is_host
         used: list[tuple[int, int]] = []

@@ -663,7 +663,7 @@ class Engine(DeepSpeedSurface):
     def offload_states(
         self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """DeepSpeed's name for `sleep(1)`, or `sleep(2)` where `device` is "nvme". All states go, whatever `include` says."""
+        """DeepSpeed's name for `sleep(1)`, or `sleep(2)` where `device` is "nvme". All states go; `include` is ignored."""
         self.sleep(2 if getattr(device, "value", device) == "nvme" else 1)
 
     def reload_states(self, non_blocking: bool = False) -> None:

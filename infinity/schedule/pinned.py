@@ -6,7 +6,7 @@ through which single tensors are read and written, and the host cache.
 [Note: Why the worst case fits]
 Leases lie anywhere in the slab. k leases in use leave k + 1 holes, so with room for k + 1 times the requested bytes the
 largest hole holds the request. Everything else in the pool (staged and unused, or being written) is dropped or waited
-for. So every request for a lease succeeds, whatever else the pool holds:
+for. So every request for a lease succeeds, with any other contents of the pool:
 
     in use                request                      least pool
     2 groups of G         a group                      2 G + 3 G

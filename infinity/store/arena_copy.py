@@ -3,7 +3,7 @@
 A thread of its own copies, through two small buffers; the training thread starts it, waits at its gates, and joins it. If the
 program ends meanwhile, the thread continues until the last of Python's exit functions has run.
 
-[Note: A copy of what goes on changing]
+[Note: A copy of bytes that keep changing]
 The copy is the state at one instant. So a caller that would change the bytes of a sub-group, in the arena or in host memory,
 waits at its gate (`wait_for`) until they are copied. Sub-groups are copied in the order of the file, which is that of a
 forward pass; one that a caller waits for is copied next. (The hash goes from beginning to end, so bytes copied out of turn
@@ -117,7 +117,7 @@ class Copying:
         return self.ended or section in self._copied
 
     def wait_for(self, section: int) -> None:
-        """Wait until the bytes of a section may be changed: see [Note: A copy of what goes on changing]."""
+        """Wait until the bytes of a section may be changed: see [Note: A copy of bytes that keep changing]."""
         with self._changed:
             while not self.is_copied(section):
                 self._urgent = section

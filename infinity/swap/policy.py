@@ -4,8 +4,8 @@ Moves nothing: it is notified of each event, and says which chunks should be sta
 
 [Note: Phases]
 Training and evaluation each have a trace. A gather belongs to training if it happens in a backward, or in a forward of
-the whole model in training mode with gradients. Any other gather, including generation, belongs to evaluation, whatever
-the mode of a submodule. The optimizer step ends a training cycle; the end of a forward ends an evaluation cycle. If
+the whole model in training mode with gradients. Any other gather, including generation, belongs to evaluation, for any
+mode of a submodule. The optimizer step ends a training cycle; the end of a forward ends an evaluation cycle. If
 parts of the model are called without the whole, a cycle ends when a group is used again. Experts are in no trace: their
 router says which come. No collective depends on a trace: if those of two ranks differ, only demand reads differ.
 

@@ -1,6 +1,6 @@
 """The stager: brings chunks into leases and back. Mechanism only; other modules decide what to stage.
 
-[Note: Why nobody waits for ever]
+[Note: Why no wait is endless]
 A chunk with a lease is in one of six states. READING and WRITING end by themselves. COPYING_TO_DEVICE ends when the
 device has copied, and COPYING_FROM_DEVICE then becomes WRITING. STAGED chunks may be dropped at any time. Only IN_USE
 lasts as long as its user wants, and the users are few: the groups that FSDP2 copies (two at most, [Note: When a group

@@ -14,7 +14,7 @@ reads that slot and writes the other, which is then current; further writes befo
 A write to a range outside an update first copies the whole sub-group. So the committed bytes stay as they are until
 another commit has replaced them (infinity/store/durable.py, [Note: What a record promises]).
 
-Bytes that a checkpoint still copies stay, too: [Note: A copy of what goes on changing] in infinity/store/arena_copy.py.
+Bytes that a checkpoint still copies stay, too: [Note: A copy of bytes that keep changing] in infinity/store/arena_copy.py.
 """
 
 from __future__ import annotations

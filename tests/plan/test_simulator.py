@@ -240,8 +240,8 @@ def test_gathers_that_cannot_overlap_add_up() -> None:
     )
     alone = simulate(replace(step, overlap_gathers=False), DriveSpeed(1e9, 1.0))
     assert alone.seconds == pytest.approx(6 * 3.5)
-    beside = simulate(step, DriveSpeed(1e9, 1.0))
-    assert beside.seconds == pytest.approx(1 + 6 * 2 + 0.5)
+    overlapped = simulate(step, DriveSpeed(1e9, 1.0))
+    assert overlapped.seconds == pytest.approx(1 + 6 * 2 + 0.5)
 
 
 def test_the_three_deep_pipeline_takes_its_slowest_part() -> None:
@@ -289,8 +289,8 @@ def test_updates_in_the_forward_hide_their_transfers_behind_compute() -> None:
     assert result.read_bytes == result.written_bytes == 100
     assert result.seconds == pytest.approx(1 + 10 * (1 + 3))
     assert result.stall_seconds == pytest.approx(1)
-    beside = simulate(replace(step, overlap_gathers=True), DriveSpeed(10.0, 10.0))
-    assert beside.seconds == pytest.approx(1 + 1 + 10 * 3)  # the thread updates while the device computes
+    overlapped = simulate(replace(step, overlap_gathers=True), DriveSpeed(10.0, 10.0))
+    assert overlapped.seconds == pytest.approx(1 + 1 + 10 * 3)  # the thread updates while the device computes
 
 
 def test_updates_in_the_backward_wait_for_their_gradients_and_not_for_all() -> None:

@@ -37,7 +37,7 @@ _FROZEN_LIMITS = {"to device": "link", IN_TURNS: "turns"}
 _FROZEN_TITLE = "On frozen weights in their files"
 
 _WIDTH = 1000
-"""Largest width of a table in characters, whatever the terminal, so that no column is cut short."""
+"""Largest width of a table in characters, on any terminal, so that no column is cut short."""
 
 # --- For people ---
 
