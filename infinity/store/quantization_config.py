@@ -22,6 +22,8 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> tuple[str, Mapping
         of_text = config.get("text_config")
         text = dict(of_text) if isinstance(of_text, Mapping) else {}
         described = dict(config.get("quantization_config") or text.get("quantization_config") or {})
+    if described and not {"quant_method", "load_in_4bit", "load_in_8bit"} & described.keys():
+        raise ConfigError(f"{path}: its quantization_config has no quant_method: fetch or save it again")
     method = str(described.get("quant_method", "bitsandbytes"))
     if method not in METHODS:
         raise ConfigError(

@@ -96,6 +96,7 @@ def why_not(folder: Path) -> str:
     ("config", "why"),
     [
         ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
+        ({"bits": 4}, "has no quant_method"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ's format 'gemv'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ's format 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
@@ -118,7 +119,8 @@ def test_unknown_formats_are_refused_by_name(config: dict[str, object], why: str
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     make(tmp_path, "int4")
-    for content in ("[", "3", '{"quantization_config": 5}'):
+    damaged = '{"quantization_config": {"quant_method": "compressed-tensors", "config_groups": 7}}'
+    for content in ("[", "3", '{"quantization_config": 5}', damaged):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"config\.json(:| is).*damaged"):
             stored_parameters(tmp_path)

@@ -50,4 +50,5 @@ def parameters_in(tensors: Mapping[str, StoredTensor], folder: Path) -> dict[str
         with parsing(f"{path} is damaged or not the config.json of a model", "fetch or save it again"):
             config = dict(json.loads(read_small(path, _CONFIG_BYTES_MAX)))
     method, described = quantization_of(config, path)
-    return _FAMILIES[method](tensors, described)
+    with parsing(f"{path}: its quantization_config is damaged", "fetch or save it again"):
+        return _FAMILIES[method](tensors, described)

@@ -109,8 +109,8 @@ def _blocks(
 
 def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], configured: object) -> tuple[int, int]:
     """Return the numbers of rows and columns that share a scale."""
-    if isinstance(configured, (list, tuple)) and len(configured) == 2:
-        rows, columns = (int(size) for size in configured)
+    if configured is not None:
+        rows, columns = map(int, configured)  # type: ignore[call-overload]
         if rows > 0 < columns and grid == (-(-shape[0] // rows), -(-shape[1] // columns)):
             return rows, columns
         raise ValueError(f"a matrix of shape {shape} with scales of shape {grid} for blocks of {rows} x {columns}")
