@@ -57,10 +57,20 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     return min([*rooms, *([machine] if machine is not None else [])], default=None)
 
 
+def taken_bytes(root: Path = _ROOT) -> int:
+    """Return the resident memory (bytes) of this process, without pages of files."""
+    sizes = _sizes(root / "proc/self/status")
+    return sizes.get("VmRSS", 0) - sizes.get("RssFile", 0)
+
+
 def machine_memory(root: Path = _ROOT) -> dict[str, int]:
     """Return the sizes in /proc/meminfo, in bytes."""
+    return _sizes(root / "proc/meminfo")
+
+
+def _sizes(path: Path) -> dict[str, int]:
     sizes = {}
-    for line in (text_of(root / "proc/meminfo") or "").splitlines():
+    for line in (text_of(path) or "").splitlines():
         name, _, value = line.partition(":")
         if value.endswith(" kB"):
             sizes[name] = int(value.split()[0]) * 1024

@@ -631,24 +631,25 @@ def _no_hook(*_: Any, **__: Any) -> None:
 class Memory:
     """Predicts, from the memory taken after each group, if the saved activations of all micro-batches fit.
 
-    available_bytes: returns the free memory; None if unknown. bytes_max: upper bound of all saved activations.
+    now: returns the bytes that are free (None if unknown), and those that this process has taken; other processes change
+    the former only. bytes_max: upper bound of all saved activations.
     """
 
-    def __init__(self, available_bytes: Callable[[], int | None], bytes_max: int) -> None:
-        self._available_bytes, self._bytes_max = available_bytes, bytes_max
-        self._first: int | None = None
+    def __init__(self, now: Callable[[], tuple[int | None, int]], bytes_max: int) -> None:
+        self._now, self._bytes_max = now, bytes_max
+        self._first: tuple[int | None, int] | None = None
         self._turns = 0
 
     def end_turn(self, *, groups: int) -> None:
         """End a group's turn, of `groups` in all. Raises _TooMuch if the remaining turns would exceed the memory."""
-        available = self._available_bytes()
-        self._first = available if self._first is None else self._first
-        if available is None or self._first is None:
+        free, taken = self._now()
+        self._first = (free, taken) if self._first is None else self._first
+        if self._first[0] is None:
             return
         if self._turns:
-            total, most = (self._first - available) * (groups - 1) // self._turns, min(self._first, self._bytes_max)
+            total, most = (taken - self._first[1]) * (groups - 1) // self._turns, min(self._first[0], self._bytes_max)
             if total > most:
-                limit = "available" if most == self._first else "the memory that all model states would take"
+                limit = "available" if most == self._first[0] else "the memory that all model states would take"
                 words = f"saved activations would take {format_bytes(total)}; {format_bytes(most)} is {limit}"
                 raise _TooMuch(words, most / total)
         self._turns += 1

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.kept_state import KeptState
 from infinity.fsdp2.vertical import Memory, MicroBatch, Turn, Vertical
-from infinity.host_memory import available_bytes
+from infinity.host_memory import available_bytes, taken_bytes
 from infinity.runtime.pipeline import PipelineModule
 from infinity.runtime.resolved import Resolved, compute_device
 
@@ -93,7 +93,7 @@ class MicroBatches:
                     state,
                     is_whole_step=is_whole_step,
                     goes_back=goes_back,
-                    memory=Memory(_memory_left, self._saved_bytes_max) if looks else None,
+                    memory=Memory(_memory_now, self._saved_bytes_max) if looks else None,
                 )
             if fits:
                 losses = self._vertical.losses(loss_in_turn)
@@ -214,12 +214,13 @@ def loss_in(output: Any, batch: Any = None, loss_fn: LossFn | None = None) -> to
     return loss
 
 
-def _memory_left() -> int | None:
-    """What the device may still take (bytes)."""
+def _memory_now() -> tuple[int | None, int]:
+    """Return the bytes of the device's memory that are free (None if unknown), and those that this process has taken."""
     if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
-    available = available_bytes()
-    return None if available is None else available - absent_bytes()
+        taken = torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - taken), taken
+    available, absent = available_bytes(), absent_bytes()
+    return None if available is None else available - absent, taken_bytes() + absent
 
 
 def mean_over_ranks(losses: Sequence[torch.Tensor]) -> torch.Tensor:

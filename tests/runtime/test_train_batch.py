@@ -742,8 +742,9 @@ def test_what_only_the_first_forward_keeps_costs_one_step_of_the_vertical_schedu
 def test_micro_batches_that_would_not_fit_go_one_after_the_other(
     nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    available = itertools.count(1000 << 20, -(400 << 20))  # a block takes 400 MiB; one is left after the second
-    monkeypatch.setattr("infinity.runtime.micro_batches.available_bytes", lambda: next(available))
+    taken = itertools.count(0, 400 << 20)  # a block takes 400 MiB
+    monkeypatch.setattr("infinity.runtime.micro_batches.taken_bytes", lambda: next(taken))
+    monkeypatch.setattr("infinity.runtime.micro_batches.available_bytes", lambda: 1000 << 20)
     with caplog.at_level(logging.INFO, logger="infinity"):
         fallen_back = train(lambda: Model(layers=4), nvme_path)
     said = [record.getMessage() for record in caplog.records if 'is "horizontal" here' in record.getMessage()]
@@ -757,7 +758,8 @@ def test_as_many_are_at_once_as_take_no_more_than_plain_pytorch(
     def model() -> nn.Module:
         return Model(layers=4)
 
-    plenty = 1 << 40  # of memory; a block takes 600 MiB in the first pass, and all states are less than 1 GiB
+    # There is plenty of memory. A block takes 600 MiB in the first pass, and all states are less than 1 GiB.
+    monkeypatch.setattr("infinity.runtime.micro_batches.available_bytes", lambda: 1 << 40)
     for schedule, said in (
         (
             "auto",
@@ -768,8 +770,8 @@ def test_as_many_are_at_once_as_take_no_more_than_plain_pytorch(
             "4 micro-batches at once: saved activations would take 1.76 GiB; 1.00 GiB is the memory",
         ),
     ):
-        available = itertools.chain([plenty, plenty - (600 << 20)], itertools.repeat(plenty))
-        monkeypatch.setattr("infinity.runtime.micro_batches.available_bytes", lambda it=available: next(it))
+        taken = itertools.chain([0, 600 << 20], itertools.repeat(0))
+        monkeypatch.setattr("infinity.runtime.micro_batches.taken_bytes", lambda it=taken: next(it))
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="infinity"):
             trained = train(model, nvme_path, schedule=schedule, accumulation=4)
