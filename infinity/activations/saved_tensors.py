@@ -4,9 +4,11 @@ Used by the thread that runs forward and backward.
 
 [Note: What moves, and when it is forgotten]
 Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it in the backward, last saved first.
-A tensor moves if it is large, floating-point, fills its storage (a view of a part would keep the whole) and is no
-parameter (FSDP2 frees and refills those). A tensor that several operations save moves once and comes back once. When
-one is fetched, those saved before it are prefetched.
+The storage of a tensor moves as a whole if it is large and floating-point, and the forward computed it: queries, keys
+and values are views of one storage, and each of them would keep all of it. Parameters stay, because FSDP2 frees and
+refills them. So does a part of a storage that needs no gradient, because it may belong to a buffer of the model. A
+storage that several operations save moves once and comes back once. When one is fetched, those saved before it are
+prefetched.
 
 A tensor is forgotten when autograd drops it: after its backward, or with its graph (an unused loss, an exception).
 Python may report this at any time on any thread; the space is freed at the next save, fetch or close.
@@ -29,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.activations.stores import ActivationStore, ArenaActivationStore, HostActivationStore
@@ -74,30 +75,35 @@ def make_activations(
 
 @dataclass(eq=False)
 class _Entry:
-    """A tensor that was moved. `handles`: number of autograd's references to it; `asked`: those fetched again."""
+    """A storage that was moved. `handles`: number of autograd's references to it; `asked`: those fetched again."""
 
     number: int
     item: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
     handles: int = 0
     asked: int = 0
     back: torch.Tensor | None = field(default=None, repr=False)
-    """The tensor, for further fetches."""
+    """Its bytes (1-D), for further fetches."""
     is_lost: bool = False
 
 
 class _Handle:
-    """Autograd's replacement for a saved tensor."""
+    """Autograd's replacement for a saved tensor: a view of a storage that was moved."""
 
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _Entry, tensor: torch.Tensor) -> None:
         self.entry = entry
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def of(self, storage: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, given the bytes (1-D) of its storage."""
+        whole = storage[: storage.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
+        return whole.as_strided(self._shape, self._stride, self._offset)
 
 
 class Activations:
     """Moves the saved activations of a model: see the note of this file.
 
-    store: where they are kept. bytes_min: smaller tensors stay on the device.
+    store: where they are kept. bytes_min: smaller storages stay on the device.
     """
 
     def __init__(self, store: ActivationStore, *, bytes_min: int) -> None:
@@ -111,7 +117,7 @@ class Activations:
         self._moving = False
         """True while a tensor is being moved, or after an exception interrupted a move."""
         self.moved = 0
-        """Number of tensors moved since the start; also the number of the next one."""
+        """Number of storages moved since the start; also the number of the next one."""
         self._drive_bytes = (0, 0)
         """The store's drive bytes at the end of the last step."""
         self.step_bytes = (0, 0)
@@ -171,7 +177,7 @@ class Activations:
             if entry is None:
                 return tensor.detach()
             entry.handles += 1
-            handle = _Handle(entry)
+            handle = _Handle(entry, tensor)
             weakref.finalize(handle, self._ended.append, entry).atexit = False
             return handle
 
@@ -187,38 +193,36 @@ class Activations:
                 )
             self._forget()
             if entry.back is None:
-                flat = self._store.fetch(entry.item)
-                entry.back = flat.as_strided(entry.shape, entry.stride)
+                entry.back = self._store.fetch(entry.item)
                 earlier = (number for number in reversed(self._entries) if number < entry.number)
                 self._store.start_fetch(self._entries[number].item for number in earlier)
-            tensor = entry.back
+            tensor = packed.of(entry.back)
             entry.asked += 1
             if entry.asked >= entry.handles:
                 entry.back, entry.asked = None, 0
             return tensor
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
-        nbytes = tensor.numel() * tensor.itemsize
-        if type(tensor) is not torch.Tensor or nbytes < self._bytes_min or not tensor.is_floating_point():
+        if type(tensor) is not torch.Tensor or not tensor.is_floating_point():
             return False
-        if isinstance(tensor._base, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < self._bytes_min or isinstance(tensor._base, nn.Parameter):
             return False
-        whole = tensor.untyped_storage().nbytes() == nbytes
-        return whole and is_non_overlapping_and_dense_or_false(tensor)
+        return not tensor.is_leaf if tensor.requires_grad else nbytes == tensor.nbytes
 
     def _find(self, tensor: torch.Tensor) -> _Entry | None:
-        """Return the entry of the same elements if they were saved before, still kept and unchanged; else None."""
+        """Return the entry of the same storage if it was saved before, still kept and unchanged; else None."""
         storage, entry = self._known.get(_key(tensor), (None, None))
         if storage is None or storage.expired() or entry is None or entry.number not in self._entries:
             return None
         return entry
 
     def _put(self, tensor: torch.Tensor) -> _Entry | None:
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,), 0)
-        item = self._store.try_put(flat)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        item = self._store.try_put(whole)
         if item is None:
             return None
-        entry = _Entry(self.moved, item, tensor.shape, tensor.stride())
+        entry = _Entry(self.moved, item)
         self.moved += 1
         self._entries[entry.number] = entry
         self._known[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), entry
@@ -239,5 +243,4 @@ class Activations:
 
 
 def _key(tensor: torch.Tensor) -> tuple[object, ...]:
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor._version, tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor._version

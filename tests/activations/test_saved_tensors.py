@@ -344,7 +344,7 @@ def test_the_bytes_of_a_step_count_what_saved_activations_move(nvme_path: Path) 
         assert engine.step_lower_bound_seconds(compute_seconds=moved + 1, **rates) == moved + 1  # hides the drive
 
 
-def test_parameters_views_and_small_tensors_stay() -> None:
+def test_parameters_parts_of_buffers_and_small_tensors_stay() -> None:
     bench = Bench(in_host(), bytes_min=1024)
     moved = []
     put = bench.activations._put
@@ -352,11 +352,32 @@ def test_parameters_views_and_small_tensors_stay() -> None:
     bench.gradients(bench.loss())
     assert moved and set(moved) == {torch.Size([64, 32])}, "the weights are 32 x 32"
     with bench.activations.saving():
-        whole = torch.randn(64, 64, requires_grad=True) * 2
-        part = whole[:32]
-        part.pow(2).sum().backward()
+        (torch.randn(4, 1, requires_grad=True) * torch.randn(64, 64)[:4]).sum().backward()
+        bench.net[0].weight[:16].pow(2).sum().backward()  # type: ignore[index, union-attr]
         (torch.randn(4, requires_grad=True) * 2).pow(2).sum().backward()
     assert set(moved) == {torch.Size([64, 32])}
+
+
+def test_views_of_one_storage_move_with_it_once(bench: Bench) -> None:
+    """As queries, keys and values do, each transposed and at an offset of its own."""
+    project = nn.Linear(32, 24)
+
+    def gradients(saving: contextlib.AbstractContextManager[None]) -> list[torch.Tensor]:
+        x = bench.x.clone().requires_grad_()
+        with saving:
+            q, k, v = (part.view(2, 32, 4, 2).transpose(1, 2) for part in project(x * 1).split(8, -1))
+            loss = nn.functional.scaled_dot_product_attention(q, k, v).pow(2).sum()
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    expected, before = gradients(contextlib.nullcontext()), bench.activations.moved
+    found = gradients(bench.activations.saving())
+    assert torch.equal(expected[0], found[0])
+    assert bench.activations.moved - before == 4, (
+        "x * 1, all of q, k and v, the attention's output, its sums of exponents"
+    )
+    assert kept_bytes(bench.activations) == 0
 
 
 def test_what_several_operations_save_moves_once_and_what_changed_moves_again() -> None:
