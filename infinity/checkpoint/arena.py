@@ -62,10 +62,8 @@ ALONE_SECONDS_MIN = 60.0
 
 
 class Saving:
-    """A checkpoint that is being copied: see [Note: When an arena checkpoint is complete]. Used by all ranks alike.
-
-    record: this rank's record file, written once the arena is copied; without `copying` it is written already.
-    """
+    """A checkpoint that is being copied: see [Note: When an arena checkpoint is complete]. record: this rank's record
+    file, written once the arena is copied."""
 
     def __init__(
         self, draft: Draft, manifest: Manifest, record: StoredFile, copying: Copying | None, keep: int
@@ -81,7 +79,6 @@ class Saving:
         atexit.register(self._at_exit)
 
     def finish_if_copied(self) -> bool:
-        """Name the checkpoint if all ranks have copied; True if named. A collective. `finish` raises its failures."""
         if self._failure is None and all(from_all_ranks(self._is_copied())):
             try:
                 self.finish()
@@ -91,10 +88,8 @@ class Saving:
         return self._ended and self._failure is None
 
     def finish(self) -> None:
-        """Wait until all ranks have copied, and name the checkpoint. A collective.
-
-        Raises CheckpointError on every rank if any rank fails; the previous checkpoint stays.
-        """
+        """Wait until all ranks have copied, and name the checkpoint. A collective. Raises CheckpointError on every rank
+        if any fails."""
         if self._failure is not None:
             raise self._failure
         if self._ended:
@@ -106,10 +101,8 @@ class Saving:
             self._draft.complete_on_all_ranks(self._manifest, files, prove_this_rank, self._keep)
 
     def finish_alone(self) -> None:
-        """Finish if the other ranks may be gone. Not a collective; logs the outcome.
-
-        Rank 0 waits for the others as long as its own copying took, at least a minute.
-        """
+        """Finish if the other ranks may be gone; logs the outcome. Not a collective. Rank 0 waits for the others as
+        long as its own copying took, at least a minute."""
         if self._ended:
             return
         task = self._draft.task
@@ -132,7 +125,6 @@ class Saving:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Guard the end of the save: a failure stops the copying and removes what was written."""
         self._ended = True
         atexit.unregister(self._at_exit)
         try:
@@ -148,7 +140,6 @@ class Saving:
             self.finish_alone()
 
     def _await_reports(self) -> dict[str, StoredFile]:
-        """Wait for the files of all other ranks. Raises CheckpointError if a rank does not report or has failed."""
         copying_seconds = self._copying.seconds if self._copying is not None else 0.0
         deadline = time.monotonic() + max(ALONE_SECONDS_MIN, copying_seconds)
         all_files: dict[str, StoredFile] = {}
@@ -188,9 +179,7 @@ def start(
     keep: int = 0,
 ) -> Saving:
     """Start to write a checkpoint of the model as it is now. A collective; `keep` and errors as for `dcp.save`.
-
-    unpaged_state: this rank's state outside of the arena, as a commit holds it.
-    """
+    `unpaged_state`: this rank's state outside of the arena, as a commit holds it."""
     rank, draft, layout = dist.get_rank(), Draft(directory, tag), swap.paging.arena_layout
     with raise_on_all_ranks(), failing_as(draft.task):
         blob = encode(unpaged_state)
@@ -261,7 +250,7 @@ def _files_of(rank: int, record: StoredFile, arena: StoredFile | None) -> dict[s
 
 
 def _report(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
-    """Write a list of the rank's files next to the checkpoint; an empty one means failure. Raises OSError."""
+    """Write a list of the rank's files next to the checkpoint; an empty one means failure."""
     listed = json.dumps({name: asdict(file) for name, file in files.items()})
     replace_durably(draft.work_folder / f"rank{rank}.json", listed.encode())
 
@@ -335,6 +324,5 @@ def _assemble(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Opti
 
 
 def _cut(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, count) of pieces of at most `_PIECE_NUMEL` elements."""
     for start in range(0, numel, _PIECE_NUMEL):
         yield start, min(_PIECE_NUMEL, numel - start)

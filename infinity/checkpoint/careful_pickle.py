@@ -25,16 +25,13 @@ _KEY_MAX = 1 << 60
 
 class CarefulUnpickler(pickle._Unpickler):
     """An unpickler of `content`, which may hold `bytes_max` bytes if nothing is shared. [Note: Pickles that grow]
-
-    `load` may raise any Exception.
-    """
+    `load` may raise any Exception."""
 
     def __init__(self, content: bytes, bytes_max: int) -> None:
         super().__init__(io.BytesIO(content))
         self._bytes_max = self._left = bytes_max
 
     def load(self) -> Any:
-        """Return the object in the pickle."""
         loaded = super().load()
         weigh(loaded, self._bytes_max)
         return loaded
@@ -59,9 +56,7 @@ class CarefulUnpickler(pickle._Unpickler):
 
 def weigh(value: Any, bytes_max: int) -> None:
     """Raise ValueError if `value` takes more than `bytes_max` bytes with nothing in it shared, or is nested too deeply.
-
-    An object that contains itself passes; code that traverses it must reject it.
-    """
+    An object that contains itself passes; code that traverses it must reject it."""
     weighed: dict[int, tuple[int, int]] = {}
 
     def weight_of(value: Any) -> tuple[int, int]:

@@ -19,10 +19,7 @@ log = logging.getLogger("infinity")
 
 
 def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
-    """Compare the files that this rank parses with the manifest; with `everything`, its share of the others too.
-
-    Raises CheckpointError naming a file that differs.
-    """
+    """Compare the files that this rank parses with the manifest; with `everything`, its share of the others too."""
     manifest = load_manifest(path)
     if manifest is None:
         if dist.get_rank() == 0:
@@ -36,7 +33,6 @@ def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
 
 
 def verify_file(path: Path, manifest: Manifest, name: str) -> None:
-    """Compare one file of the checkpoint `path` with its manifest. Raises CheckpointError if it differs."""
     if name not in manifest.files:
         raise damaged(path / name, "it is not in the manifest")
     if why := difference(path / name, manifest.files[name]):
@@ -52,7 +48,6 @@ def damaged(path: Path, why: object) -> CheckpointError:
 
 
 def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the checkpoint `path` has just the tensors of this model, by name and shape."""
     both = sorted(ours.keys() & stored.keys())
     troubles = {
         "missing in it": sorted(ours.keys() - stored.keys()),
@@ -73,13 +68,9 @@ def check_resumable(
 ) -> None:
     """Raise CheckpointError, naming a parameter, unless training can resume exactly from a state.
 
-    Called before the first byte of a checkpoint or commit is written, and before anything of it is loaded.
-
-    Args:
-        moments: names of the parameters that have moments.
-        steps: names of the parameters whose number of steps is known.
-        counts_steps: True if the optimizer counts steps; some do not.
-        stepped: names of the parameters that the optimizer steps, if known.
+    Called before the first byte of a checkpoint or commit is written, and before anything of it is loaded. Given are
+    names of parameters: with moments, with a known number of steps (unless the optimizer counts none), and, if known,
+    those that the optimizer steps.
     """
     lacking = {
         "no place in the optimizer": set() if stepped is None else {*moments} - {*stepped},
@@ -107,7 +98,6 @@ def refusing(task: str) -> Iterator[None]:
 
 
 def check_space(root: Path, nbytes: int, name: str) -> None:
-    """Raise CheckpointError unless `nbytes` bytes are free at `root`; `name` names them in the message."""
     free = free_bytes(root)
     if nbytes > free:
         raise CheckpointError(

@@ -53,8 +53,8 @@ _UNPAGED_KEYS = names_of("""
 
 @dataclass(frozen=True)
 class Training:
-    """What a commit must match in a training. groups: parameter names of each parameter group. buffers: shapes by name.
-    counts_steps: True if the optimizer counts the steps of each parameter."""
+    """What a commit must match in a training. groups: parameter names of each parameter group. buffers: shapes by
+    name."""
 
     groups: list[list[str]]
     buffers: Mapping[str, tuple[int, ...]]
@@ -67,11 +67,9 @@ Part = Literal["settings", "buffers"]
 
 @dataclass
 class _Noted:
-    """A step to commit, with the unpaged state at its end: as values, and as bytes (`stored`).
-
-    late: captures the parts that may still change. marks: of these, equal as long as nothing has. renewed: True if
-    something has changed since the step was committed.
-    """
+    """A step to commit, with the unpaged state at its end: as values, and as bytes (`stored`). late: captures the parts
+    that may still change. marks: of these, equal as long as nothing has. renewed: something has changed since the step
+    was committed."""
 
     step: int
     training: Training
@@ -82,8 +80,7 @@ class _Noted:
     renewed: bool = False
 
     def renew(self) -> None:
-        """Capture changes of the late parts; an added group or buffer belongs to the next step. Raises CheckpointError
-        if a change can't be stored."""
+        """Capture changes of the late parts; an added group or buffer belongs to the next step."""
         for part, capture in self.late.items():
             values = capture()
             if (mark := _mark(values)) != self.marks[part] and _fits(self.unpaged_state | values, self.training):
@@ -104,8 +101,8 @@ class Commits:
             self._set_recovery_advice(run.resumed.commit.step)
 
     def check_storable(self, client_state: dict[str, Any]) -> None:
-        """Raise CheckpointError on every rank if any rank's `client_state` can't be stored. Called before the step that
-        it belongs to. A collective."""
+        """Raise CheckpointError on every rank if any rank's `client_state` can't be stored. A collective, before the
+        step."""
         with raise_on_all_ranks():
             encode(client_state)
 
@@ -144,12 +141,10 @@ class Commits:
 
     @property
     def pending_step(self) -> int | None:
-        """The step to commit; None if there is none."""
         return self._pending.step if self._pending is not None else None
 
     @property
     def _stepped(self) -> set[str]:
-        """Names of the parameters that have moments."""
         return {shard.name for shard in self._swap.paged.shards if shard.stepped}
 
     def try_to_make(self) -> None:
@@ -161,10 +156,8 @@ class Commits:
         self._latest = None
 
     def make(self) -> None:
-        """Commit the pending step, if any, or one that was changed since it was committed. A collective.
-
-        Raises on every rank if any rank fails; the previous commit then stays.
-        """
+        """Commit the pending step, if any, or one that was changed since it was committed. A collective. If a rank
+        fails, all raise, and the previous commit stays."""
         (pending, latest), (self._pending, self._latest) = (self._pending, self._latest), (None, None)
         if pending is None and latest is not None:
             with raise_on_all_ranks():
@@ -282,14 +275,11 @@ def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | 
 
 @dataclass(frozen=True)
 class _Commits:
-    """The commits that one rank has."""
-
     commits: dict[tuple[int, str], int]
     """Steps, by the identities of their commits."""
     damaged: list[str]
     others: list[str]
     began: str | None
-    """`DurableRun.began_without_commit`."""
     launch: str
     where: str
     must_resume: bool
@@ -364,7 +354,6 @@ def _in_words(everywhere: Sequence[_Commits]) -> str:
 
 
 def restore_arena(record: Record, swap: SwapManager) -> None:
-    """Set the paged model's values to those of a record that fits it. Raises CheckpointError as `check_arena` does."""
     commit = record.commit
     swap.paged.restore(
         [int(slot) for slot in commit.slots],
@@ -376,7 +365,6 @@ def restore_arena(record: Record, swap: SwapManager) -> None:
 
 
 def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
-    """Return the ties of each sub-group. Raises CheckpointError if the record contradicts the model's arena."""
     step, subs = record.commit.step, paged.sub_groups
     try:
         ties = ties_of(record, [sub.layout.numel for sub in subs])
@@ -392,7 +380,7 @@ def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
 
 def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
     """Raise CheckpointError unless the training can resume from this unpaged state; `stepped`: the parameters with
-    moments. [Note: What a run can resume from]"""
+    moments."""
     if not _fits(unpaged_state, training):
         raise CheckpointError(
             "the stored state belongs to a training with other parameter groups or buffers: resume with its model "
@@ -402,7 +390,6 @@ def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, st
 
 
 def _fits(unpaged_state: Mapping[str, Any], training: Training) -> bool:
-    """Return True if both have the same parameter groups, in any order, and the same buffers."""
     buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
     same_groups = len(unpaged_state["param_groups"]) == len(training.groups)
     return same_groups and order_of_groups(unpaged_state, training.groups) is not None and buffers == training.buffers
@@ -424,7 +411,7 @@ def order_of_groups(training_state: Mapping[str, Any], groups: Sequence[Sequence
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
-    """Return the ties of each sub-group; `numels`: elements of each. Raises ValueError for impossible ties."""
+    """Return the ties of each sub-group. Raises ValueError for impossible ties."""
     numbers = torch.frombuffer(bytearray(record.ties + bytes(4)), dtype=torch.int32)[:-1]
     all_ties = [part.clone() for part in torch.split(numbers, list(record.commit.ties))]
     for index, (ties, numel) in enumerate(zip(all_ties, numels, strict=True)):
@@ -434,7 +421,6 @@ def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
 
 
 def record_of(swap: SwapManager, step: int, unpaged_state: bytes, sequence: int, *, launch: str, arena: str) -> Record:
-    """Return the record of the model as it is now, without the checksums of its pages."""
     shards, sub_groups = swap.paged.shards, swap.paged.sub_groups
     ties = [sub.ties for sub in sub_groups]
     commit = Commit(
@@ -452,7 +438,6 @@ def record_of(swap: SwapManager, step: int, unpaged_state: bytes, sequence: int,
 
 
 def unpaged_state_of(record: Record) -> dict[str, Any]:
-    """Return the unpaged state in the record. Raises CheckpointError."""
     try:
         unpaged_state = decode(record.unpaged_state)
     except ValueError as error:

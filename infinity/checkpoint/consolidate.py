@@ -38,8 +38,8 @@ Progress = Callable[[int], None]
 class StoredModel(ABC):
     """The model in a checkpoint: parameters and buffers, read one at a time. See `open_model`.
 
-    tensors: dtype and shape in the model, by name; tied ones once. aliases: further names of tied parameters, each with the
-    name that stores the values. buffers: names of the buffers. manifest: None if another program wrote the checkpoint.
+    tensors: dtype and shape in the model, by name; tied ones once. aliases: further names of tied parameters. manifest:
+    None if another program wrote the checkpoint.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None, stored: Tensors) -> None:
@@ -54,7 +54,6 @@ class StoredModel(ABC):
         }
 
     def tensors_in(self, dtype: torch.dtype) -> Tensors:
-        """Return `tensors` with floating-point parameters in `dtype`."""
         return {
             name: (stored if name in self.buffers or not stored.is_floating_point else dtype, shape)
             for name, (stored, shape) in self.tensors.items()
@@ -67,10 +66,7 @@ class StoredModel(ABC):
 
 @contextlib.contextmanager
 def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> Iterator[StoredModel]:
-    """Open the model in a checkpoint for a `with` block.
-
-    Raises CheckpointError if there is no checkpoint, it is damaged, or it holds no model.
-    """
+    """Open the model in a checkpoint for a `with` block."""
     path = find_checkpoint(directory, tag)
     if is_arena_checkpoint(path):
         with StoredArena(path) as stored:
@@ -100,8 +96,6 @@ class _ArenaModel(StoredModel):
 
 
 class _DcpModel(StoredModel):
-    """The model of a checkpoint of torch.distributed.checkpoint."""
-
     def __init__(self, path: Path) -> None:
         manifest = load_manifest(path)
         self._reader = Reader(path)
@@ -154,7 +148,6 @@ class _DcpModel(StoredModel):
 
 
 def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
-    """Return True if the chunks, in order, are the tensor."""
     row = 0
     for chunk in chunks:
         if not shape:
@@ -176,12 +169,9 @@ def consolidate(
 ) -> list[Path]:
     """Write the model in a checkpoint as safetensors into the folder `output`. Returns the files, the index last.
 
-    Args:
-        tag: of the checkpoint in `directory`; None for its latest.
-        dtype: of the parameters; buffers keep theirs.
-        max_shard_bytes: a larger model is split into files of at most this size, with an index; a larger tensor has a
-            file to itself.
-        progress: called with the number of bytes to write; it returns a function that is called with those just written.
+    tag: None for the latest in `directory`. dtype: of the parameters; buffers keep theirs. max_shard_bytes: a larger
+    model is split, with an index; a larger tensor has a file to itself. progress: called with the number of bytes to
+    write; it returns a function that is called with those just written.
 
     Raises CheckpointError if the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
     no files are then left in it.
@@ -201,10 +191,7 @@ def write_model(
     copied: Iterable[Path] = (),
 ) -> list[Path]:
     """Write a model into the folder `root`, which has none: `pieces` gives the elements of each tensor in order.
-
-    copied: files to copy there before the model has its name. Raises CheckpointError if `root` holds a model or a file
-    of these names, can't be written or lacks the space; no files are then left in it.
-    """
+    copied: files to copy there before the model has its name. Errors as for `consolidate`."""
     with failing_as(f"writing the model to {root}"):
         if (file := file_in_the_way(root)) is not None:
             raise CheckpointError(f"{file} is a file, not a folder: name another")

@@ -48,11 +48,7 @@ def save(
     *,
     keep: int = 0,
 ) -> None:
-    """Write a checkpoint. A collective.
-
-    Args:
-        training_state: of this rank; plain values and tensors only.
-        keep: number of checkpoints that stay in `directory`, including this one; 0 for all.
+    """Write a checkpoint; of those in `directory`, `keep` stay (0: all). A collective.
 
     Raises CheckpointError on every rank if any rank's `training_state` can't be stored, training can't resume from the
     state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one is read back.
@@ -91,13 +87,11 @@ def load(
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the optimizer, whose state must exist. A collective.
 
-    Args:
-        begin: called before the first value changes; failures before that change nothing.
-        verified: first read every file, each rank a part of them, and compare its hash with the manifest. Parsed files
-            are always compared.
+    begin: called before the first value changes; failures before that change nothing. verified: first read every file,
+    each rank a part of them, and compare its hash with the manifest. Parsed files are always compared.
 
-    Returns this rank's training state (for a rank that did not exist then, rank 0's without its random states).
-    Raises CheckpointError on every rank if the checkpoint is damaged (names a file) or another model's (names tensors).
+    Returns this rank's training state (for a rank that did not exist then, rank 0's without its random states). Raises
+    CheckpointError on every rank if the checkpoint is damaged (names a file) or another model's (names tensors).
     """
     with raise_on_all_ranks():
         reset(model)  # gathered values would be stale afterwards
@@ -121,11 +115,8 @@ def load(
 
 
 def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
-    """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective.
-
-    An older model there stays until this one is complete; foreign files are not removed.
-    Raises CheckpointError on every rank if the folder can't be written to or lacks space.
-    """
+    """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective. An
+    older model there stays until this one is complete; foreign files are not removed."""
     root = Path(directory)
     reshard(model)
     scalars = scalar_names(model)
@@ -181,7 +172,6 @@ def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
 
 
 def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise CheckpointError unless `state`, which is to be saved, holds all state of the optimizer."""
     keys_of = {name: values.keys() for name, values in state["optimizer"]["state"].items() if values}
     steps = {name for name, keys in keys_of.items() if "step" in keys}
     stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]} & state["model"].keys()
@@ -192,10 +182,8 @@ def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, Any]:
-    """Raise CheckpointError unless the checkpoint is whole and fits `state`; `everything` as for `verify`.
-
-    Returns this rank's training state, or rank 0's without its random states if there was no such rank.
-    """
+    """Raise CheckpointError unless the checkpoint is whole and fits `state`. Returns the training state as `load`
+    does."""
     file = path / f"rank{dist.get_rank()}.pt"
     is_own = file.is_file()
     file = file if is_own else path / "rank0.pt"
@@ -220,7 +208,6 @@ def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, 
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return all tensors in `state`, under the names that DCP gives them."""
     return {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
 
 

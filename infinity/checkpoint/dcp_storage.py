@@ -60,8 +60,6 @@ class _Unpickler(CarefulUnpickler):
 
 
 class _HashingFile(io.BufferedWriter):
-    """A new file that is written sequentially, and hashed."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(create_private(path).detach())
         self.digest = hashlib.sha256()
@@ -85,7 +83,6 @@ class CarefulFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a new file, or an existing one, for the block. Raises OSError."""
         if mode == "rb":
             with open_regular(path) as file:
                 yield file
@@ -95,7 +92,6 @@ class CarefulFiles(FileSystem):
         self.written[Path(path).name] = StoredFile(written.nbytes, written.digest.hexdigest())
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Rename a file, and its hash's entry."""
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
@@ -124,7 +120,6 @@ class Reader(dcp.FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's index. Raises CheckpointError if the file is anything else."""
         if self._metadata is None:
             path = self._folder / ".metadata"
             with parsing(f"{path} is damaged", "load another checkpoint"), open_regular(path) as file:
@@ -132,7 +127,6 @@ class Reader(dcp.FileSystemReader):
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the metadata of every tensor, by its name in the state dict. Raises CheckpointError."""
         stored = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -167,6 +161,5 @@ class Planner(dcp.DefaultLoadPlanner):
     """DCP's own plan, except that non-tensors are read without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a stored value in its place in the state dict."""
         loaded = torch.load(value, weights_only=True)
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)

@@ -58,8 +58,8 @@ class PartitionRange:
 class Parameter:
     """A parameter in DeepSpeed's files. Raises ValueError unless the tensors hold all of its elements.
 
-    values: the flat tensors that `extents` refer to, for "fp32" and, if it is trained, each moment. group: number of
-    the optimizer's group; steps: those taken; both None if it is frozen.
+    values: the flat tensors that `extents` refer to, for "fp32" and, if it is trained, each moment. group, steps: of
+    the optimizer; None if it is frozen.
     """
 
     name: str
@@ -79,7 +79,6 @@ class Parameter:
             raise _other_numel(self.name, self.shape)
 
     def read(self, field: str, first: int, numel: int) -> torch.Tensor:
-        """Read elements of the master or a moment, flat, in fp32. Raises CheckpointError."""
         elements = torch.empty(numel)
         start = 0
         for extent in self.extents:
@@ -93,11 +92,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """The content of one DeepSpeed save.
-
-    kind: of its files. aliases: further names of tied parameters, each with the name that has the values. groups: the
-    optimizer's, as in its state dict. model_state: what rank 0 saved besides parameters. loss_scaler: its attributes.
-    """
+    """The content of one DeepSpeed save. aliases: further names of tied parameters. groups: the optimizer's, as in its
+    state dict. model_state: what rank 0 saved besides parameters."""
 
     path: Path
     kind: str
@@ -111,14 +107,13 @@ class DeepSpeedCheckpoint:
 
     @property
     def optimizer_config(self) -> Mapping[str, Any]:
-        """The optimizer block of the run's config; empty if that is not stored."""
         config = self.model_state.get("ds_config")
         return (config.get("optimizer") or {}) if isinstance(config, dict) else {}
 
 
 def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
     """Read all but the tensors of a checkpoint: `directory` itself if it is one, else the one in it called `tag`, else
-    its latest. Raises CheckpointError for what can't be read or isn't supported."""
+    its latest."""
     path = _find(Path(directory), tag)
     for pattern, why in _UNSUPPORTED.items():
         if any(re.fullmatch(pattern, file.name) for file in path.iterdir()):
@@ -153,7 +148,6 @@ def _find(root: Path, tag: str | None) -> Path:
 
 
 def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the files whose names match, by rank. Raises CheckpointError if one is missing or tensor-parallel."""
     files: dict[int, Path] = {}
     for file in path.iterdir():
         if (match := pattern.fullmatch(file.name)) is None:
@@ -169,8 +163,6 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 class _ModelState:
-    """The content of a file `*_model_states.pt`."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content = load_foreign(path)
@@ -329,12 +321,10 @@ def _other_numel(name: str, shape: tuple[int, ...]) -> ValueError:
 
 
 def _groups_by_number(groups: Any) -> dict[int, int]:
-    """Return the optimizer's group of each flat tensor."""
     return {number: index for index, group in enumerate(groups) for number in group["params"]}
 
 
 def _adam_group(path: Path, group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group. Raises CheckpointError unless it is Adam's."""
     if not {"lr", "betas", "eps", "weight_decay"} <= group.keys():
         raise _refused(path, f"its optimizer is not Adam (its settings are {', '.join(sorted(group))})")
     if group.get("amsgrad") or not group.get("bias_correction", True):
@@ -343,7 +333,6 @@ def _adam_group(path: Path, group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _adam_state(path: Path, state: Any) -> Mapping[str, Any]:
-    """Return the state of a flat tensor. Raises CheckpointError unless it is Adam's."""
     if not isinstance(state, dict) or not state:
         raise _refused(path, "its optimizer has no moments (the run took no step, or kept them elsewhere)")
     if state.keys() - {"step"} != {*MOMENTS}:
@@ -383,7 +372,6 @@ def number_of(value: Any, low: float = -math.inf, high: float = math.inf) -> flo
 
 
 def count_of(value: Any, low: int = 0) -> int:
-    """Return a number of steps, elements or the like. Raises ValueError."""
     number = number_of(value, low, _COUNT_MAX)
     if number != int(number):
         raise ValueError(f"it has the impossible number {number:g}")
@@ -391,7 +379,6 @@ def count_of(value: Any, low: int = 0) -> int:
 
 
 def as_expected(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Turn missing or unexpected content of loaded files into a CheckpointError."""
     return parsing(f"{path} is not in the format of DeepSpeed 0.8 to 0.19 with ZeRO", _ADVICE)
 
 

@@ -45,10 +45,7 @@ _OF_DEEPSPEED = names_of("""
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import, or of a dry run.
-
-    path: of the new checkpoint. numel: elements of all parameters. left_out: descriptions of what is not in it.
-    """
+    """The result of an import, or of a dry run. left_out: descriptions of what is not in it."""
 
     source: DeepSpeedCheckpoint
     path: Path
@@ -66,13 +63,8 @@ def import_deepspeed(
     dry: bool = False,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> Imported:
-    """Write a DeepSpeed checkpoint (the latest in `directory`, if `tag` is None) to the folder `output`, as
-    `Engine.save_checkpoint` would: `Engine.load_checkpoint(output)` resumes from it.
-
-    Args:
-        output: a new or empty folder.
-        dry: read all but tensors, and write nothing.
-        progress: called with the bytes of all masters and moments; it returns a function that is called with those written.
+    """Write a DeepSpeed checkpoint (the latest in `directory`, if `tag` is None) to the new or empty folder `output`,
+    as `Engine.save_checkpoint` would. dry: read all but tensors, and write nothing. progress: as for `consolidate`.
 
     Raises CheckpointError if the checkpoint is damaged, incomplete or not supported, or `output` can't be written or
     lacks the space; no files are then left.
@@ -132,7 +124,6 @@ def _state_of(source: DeepSpeedCheckpoint) -> UnreadState:
 
 
 def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of the optimizer with the keys of torch's AdamW."""
     told = source.optimizer_config.get("params") or {}
     lr, decoupled = number_of(group["lr"], 0.0), group.get("decoupled_weight_decay")
     if decoupled is None:  # not stored by DeepSpeed's own Adams; its engine derives it so from the config
@@ -156,7 +147,6 @@ def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str
 
 
 def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the state as `save_checkpoint` writes it, and descriptions of what is left out."""
     told, left_out = source.model_state, ["random numbers: DeepSpeed stores none"]
     client_state = {}
     for key in [key for key in told if key not in _OF_DEEPSPEED]:

@@ -44,11 +44,8 @@ log = logging.getLogger("infinity")
 
 
 class Draft:
-    """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which rank 0 creates and
-    completes or discards. See [Note: What a save may remove] in infinity/checkpoint/work_folder.py.
-
-    root, tag: its future name. folder: for its files. work_folder: for auxiliary files.
-    """
+    """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which rank 0 creates
+    and completes or discards. See [Note: What a save may remove] in infinity/checkpoint/work_folder.py."""
 
     def __init__(self, directory: str | os.PathLike[str], tag: str) -> None:
         """Create a draft with the same folder on all ranks. A collective."""
@@ -59,12 +56,10 @@ class Draft:
 
     @property
     def task(self) -> str:
-        """Prefix of error messages, with the checkpoint's path."""
         return f"writing the checkpoint {self.root / self.tag}"
 
     def make(self, nbytes: int) -> None:
-        """Create the folder for files of `nbytes` bytes, after clearing what killed saves left. Raises CheckpointError,
-        also if a required name is taken or there is too little space."""
+        """Create the folder for files of `nbytes` bytes, after clearing what killed saves left."""
         with failing_as(f"writing a checkpoint to {self.root}"):
             _check_name(self.root / self.tag)
             latest = self.root / LATEST
@@ -76,8 +71,8 @@ class Draft:
             self._work = WorkFolder.make(self.root, self.tag, nbytes, "a checkpoint", identity=self.identity)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write the manifest, the last file. Raises CheckpointError if another file is missing or has another length:
-        ranks see different folders, or the file system lost it."""
+        """Write the manifest, the last file. If another file is missing or has another length, ranks see different
+        folders, or the file system lost it."""
         for name, why in damage(self.folder, manifest, contents=False):
             raise CheckpointError(
                 f"{self.task} failed (of the ranks' files, {name} is {why}): save to a folder that all ranks share"
@@ -87,7 +82,6 @@ class Draft:
 
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
-        """Guard the reading back of the new checkpoint, before an older one is removed. Raises CheckpointError."""
         try:
             yield
         except CheckpointError as error:
@@ -108,14 +102,8 @@ class Draft:
     def complete_on_all_ranks(
         self, manifest: Manifest, files: dict[str, StoredFile], prove: Callable[[], object], keep: int
     ) -> None:
-        """Run `write_manifest` and `complete` once every rank has written its `files`. A collective.
-
-        Args:
-            manifest: without files.
-            prove: reads back what this rank needs for loading; raises CheckpointError.
-
-        Raises CheckpointError on every rank if any rank fails.
-        """
+        """Run `write_manifest` and `complete` once every rank has written its `files`. A collective. `prove` reads back
+        what this rank needs for loading. Raises CheckpointError on every rank if any rank fails."""
         everything = from_all_ranks(files)
         with raise_on_all_ranks():
             if dist.get_rank() == 0:
@@ -164,7 +152,7 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
-    """Return the folder of the checkpoint `tag` in a folder; None for the latest. A collective. Raises CheckpointError.
+    """Return the folder of the checkpoint `tag` in a folder; None for the latest. A collective.
 
     First restores what a save set aside, if it was killed before the new checkpoint had the name.
     """
@@ -207,7 +195,6 @@ def _rotate(root: Path, tag: str, keep: int) -> None:
 
 
 def manifest_of(model: nn.Module, global_steps: int, tag: str, state_format: StateFormat) -> Manifest:
-    """Return the manifest of a checkpoint of `model`, without its files."""
     return Manifest(
         saved=datetime.now(timezone.utc).isoformat(),
         global_steps=global_steps,

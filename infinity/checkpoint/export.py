@@ -1,7 +1,5 @@
-"""Converts an arena checkpoint to torch.distributed.checkpoint's format, which other tools read. One process, no ranks.
-
-The result is like a checkpoint that `save_checkpoint` writes in the format "dcp".
-"""
+"""Converts an arena checkpoint to what `save_checkpoint` writes in the format "dcp", for other tools. One process, no
+ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +27,11 @@ def export(
     tag: str | None = None,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> Path:
-    """Write the arena checkpoint in a folder (the latest, if `tag` is None) in torch.distributed.checkpoint's format.
+    """Write the arena checkpoint in a folder (the latest, if `tag` is None) to the new or empty folder `output`.
+    Returns that. progress: as for `consolidate`.
 
-    Args:
-        output: the folder of the new one, which must be new or empty.
-        progress: called with the bytes of all masters and moments; it returns a function that is called with those written.
-
-    Returns its folder. Raises CheckpointError if the checkpoint is damaged or of another format, or `output` can't be
-    written or lacks the space; no files are then left.
+    Raises CheckpointError if the checkpoint is damaged or of another format, or `output` can't be written or lacks the
+    space; no files are then left.
     """
     path = find_checkpoint(directory, tag)
     if not is_arena_checkpoint(path):
@@ -72,7 +67,6 @@ def _state_of(stored: StoredArena) -> UnreadState:
 
 
 def _group_names(stored: StoredArena, unpaged_state: dict[str, Any]) -> list[list[str]]:
-    """Return the parameters of each of the optimizer's groups."""
     groups, names = unpaged_state["param_groups"], unpaged_state["group_names"]
     in_model = [param.name for param in stored.layout.parameters]
     if not (

@@ -57,15 +57,12 @@ _STORAGES = {
 
 
 class Inert:
-    """A placeholder for an object of an unknown class: its data, without behaviour.
-
-    of: module and name of the class. arguments: of its construction. state: set afterwards.
-    """
+    """A placeholder for an object of an unknown class: its data, without behaviour. of: module and name of the
+    class."""
 
     of: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Inert:
-        """Accept any arguments of the class that it stands for."""
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
         return made
@@ -80,15 +77,14 @@ class Inert:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Drop an item of a dict; those of lists and sets are dropped, too."""
+        """Drop an item, as those of lists and sets."""
 
     def append(self, item: Any) -> None:
-        """Drop an item: see `__setitem__`."""
+        pass
 
     extend = add = append
 
     def attributes(self) -> Mapping[str, Any]:
-        """Return what the object's attributes would be."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -112,7 +108,6 @@ class PickledTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def read(self, first: int = 0, numel: int | None = None) -> torch.Tensor:
@@ -124,7 +119,6 @@ class PickledTensor:
         return extent.as_strided(self.shape, self.stride).reshape(-1)[first : first + numel]
 
     def whole(self) -> torch.Tensor:
-        """Read the whole tensor. Raises CheckpointError."""
         return self.read().reshape(self.shape)
 
     def _read_bytes(self, first: int, numel: int) -> torch.Tensor:
@@ -141,10 +135,8 @@ class PickledTensor:
 
 
 def load_foreign(path: Path) -> Any:
-    """Load what `torch.save` wrote to a file: plain data with `PickledTensor` and `Inert` in it.
-
-    Raises CheckpointError if the file can't be read, or is anything else.
-    """
+    """Load what `torch.save` wrote to a file: plain data with `PickledTensor` and `Inert` in it. Raises
+    CheckpointError."""
     with parsing(f"{path} is damaged", "copy it again"):
         try:
             with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -157,8 +149,6 @@ def load_foreign(path: Path) -> Any:
 
 
 class _Archive:
-    """The pickle in an archive, and the places of its storages. `nbytes`: length of the file."""
-
     def __init__(self, path: Path, file: int, archive: zipfile.ZipFile) -> None:
         self.path, self._file, self._archive = path, file, archive
         self.nbytes = os.fstat(file).st_size
@@ -213,8 +203,6 @@ class _StandIn:
 
 
 class _Unpickler(CarefulUnpickler):
-    """See [Note: Pickles of other programs]."""
-
     def __init__(self, archive: _Archive) -> None:
         self._tensor_bytes_max = _SHARED_MAX * archive.nbytes + _REPEATED_BYTES_MAX
         super().__init__(archive.pickle, self._tensor_bytes_max)
@@ -290,7 +278,6 @@ class _Dict(dict[Any, Any]):
 
 
 def _of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Make a tensor and drop its attributes."""
     return make(*arguments) if isinstance(make, _StandIn) else None
 
 

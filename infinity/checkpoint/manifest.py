@@ -39,17 +39,10 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 class Manifest:
     """The files of a checkpoint, and what kind of checkpoint it is.
 
-    Attributes:
-        format, version: of this file.
-        saved: time, ISO 8601 in UTC.
-        global_steps: optimizer steps taken.
-        ranks: number of ranks that wrote it.
-        state_format: of masters and moments.
-        aliases: further names of tied parameters, each with the name that stores the values.
-        buffers: names of the model's buffers.
-        tag: name of its folder when it was saved; "" in older manifests. A folder of another name was copied or renamed.
-        scalars: names of parameters without dimensions, which are stored in the shape (1,).
-        files: all files but this one, by name.
+    saved: ISO 8601 in UTC. state_format: of masters and moments. aliases: further names of tied parameters, each with
+    the name that stores the values. tag: name of its folder when it was saved ("" in older manifests); a folder of
+    another name was copied or renamed. scalars: names of parameters without dimensions, which are stored in the shape
+    (1,). files: all but this one.
     """
 
     format: Literal["infinity-checkpoint"] = "infinity-checkpoint"
@@ -66,21 +59,18 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the content of the file."""
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
 
 def stored_file(content: bytes) -> StoredFile:
-    """Return the entry of a file with this content."""
     return StoredFile(len(content), hashlib.sha256(content).hexdigest())
 
 
 def load_manifest(checkpoint: Path) -> Manifest | None:
-    """Read the manifest in a checkpoint's folder; None if there is none. Raises CheckpointError if it can't be read."""
+    """Read the manifest in a checkpoint's folder; None if there is none."""
     path = checkpoint / FILE_NAME
     try:
         return parse_json(Manifest, read_small(path, _NBYTES_MAX))
@@ -91,15 +81,12 @@ def load_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def is_name(text: str) -> bool:
-    """Return True for the name of one file or folder, which is no path."""
     return text == Path(text).name != ".." and text != "" and "\0" not in text
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return a checkpoint's folder: `directory` itself if it is one, else the one in it called `tag`, else its latest.
-
-    Raises CheckpointError that names the existing checkpoints.
-    """
+    """Return a checkpoint's folder: `directory` itself if it is one, else the one in it called `tag`, else its
+    latest."""
     root = Path(directory)
     if tag is None and is_checkpoint(root):
         return root
@@ -124,7 +111,6 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Return True if the folder has files of a DeepSpeed save."""
     return any(path.glob("*mp_rank_*_model_states.pt"))
 
 
@@ -134,7 +120,6 @@ def _refuse_deepspeed(path: Path) -> None:
 
 
 def read_latest(root: Path) -> str:
-    """Return the tag in the file `latest`. Raises CheckpointError if that is missing, or names no folder."""
     try:
         tag = read_small(root / LATEST, 4096).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -149,7 +134,6 @@ def read_latest(root: Path) -> str:
 
 
 def others(root: Path, *, but: str = "") -> str:
-    """Describe the other checkpoints in the folder, for messages."""
     tags = {file.parent.name for name in (".metadata", FIRST_RECORD) for file in root.glob(f"*/{name}")} - {but}
     if not tags:
         return "there is no other in that folder"
@@ -163,7 +147,6 @@ def damage(
     *,
     contents: bool = True,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (file, what is wrong with it) for every file that differs from the manifest: see `difference`."""
     for name in sorted(manifest.files):
         if why := difference(checkpoint / name, manifest.files[name], progress, contents=contents):
             yield name, why
@@ -185,11 +168,8 @@ def remove_named(checkpoint: Path, manifest: Manifest) -> None:
 def difference(
     path: Path, stored: StoredFile, progress: Callable[[int], None] = lambda nbytes: None, *, contents: bool = True
 ) -> str:
-    """Return what is wrong with a file, compared with its entry in a manifest; "" if nothing is.
-
-    `progress` is called with the number of bytes read since the last call. Without `contents`, only existence and
-    length are compared.
-    """
+    """Return what is wrong with a file, compared with its entry in a manifest; "" if nothing is. `progress` is called
+    with the number of bytes just read. Without `contents`, only existence and length are compared."""
     digest, nbytes = hashlib.sha256(), 0
     try:
         with open_regular(path) as file:

@@ -48,13 +48,8 @@ def merge(
     max_shard_bytes: int = 5 * 10**9,
     progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
 ) -> list[Path]:
-    """Write the model `base` with a merged LoRA adapter as safetensors into the folder `output`. Returns the files.
-
-    Args:
-        base: safetensors (as for `initialize(weights=)`); a folder's config, tokenizer and the like are copied, too.
-        adapter: what PEFT's `save_pretrained` wrote: adapter_config.json and adapter_model.safetensors.
-        output: a folder without a model, and without the files that are copied.
-        max_shard_bytes, progress: as for `consolidate`.
+    """Write the model `base` (as for `initialize(weights=)`) with a merged LoRA adapter as safetensors into the folder
+    `output`. A folder's config, tokenizer and the like are copied, too. Returns the files.
 
     Raises CheckpointError if the adapter is of another model or of a kind that can't be merged so, if a file is
     damaged, or if `output` holds a model, can't be written or lacks the space; no files are then left in it.
@@ -86,8 +81,6 @@ _Alpha = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class _Settings:
-    """Keys of adapter_config.json that say how a LoRA adapter is merged."""
-
     r: _Rank
     lora_alpha: _Alpha
     use_rslora: bool | None = None
@@ -125,7 +118,6 @@ class _Adapter:
             holder[key] = tensor
 
     def check_fits(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], base: Path) -> None:
-        """Raise CheckpointError unless the adapter fits the tensors of the model, given by dtype and shape."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._whole.items()}
         settings, modules = self._settings, list(self._pairs)
         ranks = self._matching(settings.rank_pattern or {}, modules, settings.r)
@@ -157,7 +149,6 @@ class _Adapter:
                 raise CheckpointError(f"{base}: {name} is in {dtype}, which can't be merged into; {_INSTEAD}")
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of that name in the merged model, in its own dtype."""
         if name in self._whole:
             return self._whole[name].to(weight.dtype)
         module = name.removesuffix(".weight")
@@ -176,9 +167,7 @@ class _Adapter:
 
     def _matching(self, patterns: Mapping[str, Any], modules: list[str], default: Any) -> list[Any]:
         """Return the value for each module as PEFT looks it up: of the first pattern that matches the end of its name.
-
-        Patterns are matched in a separate process, since a regular expression may never end.
-        """
+        Patterns are matched in a separate process, since a regular expression may never end."""
         if not patterns:
             return [default] * len(modules)
         command = [sys.executable, "-I", "-S", "-c", _MATCHING]
@@ -219,7 +208,6 @@ def _dtype_and_shape(file: Any, name: str) -> tuple[torch.dtype, tuple[int, ...]
 
 
 def _descriptions(source: Path) -> Iterable[Path]:
-    """Return config.json, the tokenizer and the like."""
     return [
         file
         for file in sorted(source.iterdir())

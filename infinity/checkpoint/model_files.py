@@ -42,15 +42,11 @@ _PIECE_NUMEL = 4 << 20
 """Elements that are converted and written at once."""
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""dtype and shape of tensors, by name."""
 
 
 class ModelFiles:
-    """Writer of a model's tensors in order; the files get their names when all are written. Holds no tensor.
-
-    tensors: those that will be added, in that order. bytes_max: of a file; a larger tensor has a file to itself. nbytes: of all
-    tensors. tell: called with the number of bytes just written.
-    """
+    """Writer of a model's tensors in the order of `tensors`; the files get their names when all are written. bytes_max:
+    of a file; a larger tensor has a file to itself. tell: called with the number of bytes just written."""
 
     def __init__(self, root: Path, tensors: Tensors, *, bytes_max: int) -> None:
         """Raises OSError if `root` can't be written to, CheckpointError for too little space or unsupported dtypes."""
@@ -67,7 +63,6 @@ class ModelFiles:
         self._work = WorkFolder.make(root, SINGLE, self.nbytes, "the model")
 
     def add(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Write the next tensor, whose elements are in `pieces` (on the CPU), in order. Raises OSError."""
         if self._begun < len(self._files) and name == self._files[self._begun][0]:
             self._end_file()
             self._file = self._path(self._begun).open("xb")
@@ -98,7 +93,6 @@ class ModelFiles:
         return named
 
     def close(self) -> None:
-        """Remove files that belong to no finished model. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -108,7 +102,6 @@ class ModelFiles:
         self._work.remove()
 
     def _indexed(self) -> Path:
-        """Name all files; returns their index, which does not have its name yet."""
         count = len(self._files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         if any(os.path.lexists(self._root / name) for name in names):
@@ -144,7 +137,6 @@ class ModelFiles:
 
 
 def _cut(tensors: Tensors, bytes_max: int) -> list[list[str]]:
-    """Return the names of the tensors in each file."""
     files: list[list[str]] = []
     room = -1
     for name, entry in tensors.items():
@@ -200,7 +192,6 @@ def _header_of_ours(path: Path) -> dict[str, Any] | None:
 
 
 def _parts_of(index: Path) -> list[Path]:
-    """Return our files that our index names."""
     names = (_header_of_ours(index) or {}).get("weight_map")
     if not isinstance(names, dict):
         return []

@@ -40,8 +40,7 @@ def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
     """Yield a hidden folder that gets the name `final` when the block ends, and is removed if it fails or is
     interrupted. After a kill, the next writer to the same place removes it.
 
-    nbytes: bytes to be written. Raises CheckpointError if `final` is not empty, can't be created, or too few bytes are
-    free.
+    Raises CheckpointError if `final` is not empty, can't be created, or fewer than `nbytes` bytes are free.
     """
     task = f"writing the checkpoint {final}"
     with failing_as(task):
@@ -62,10 +61,8 @@ def new_folder(final: Path, nbytes: int) -> Iterator[Path]:
 
 
 class UnreadState:
-    """The state dict of FSDP2 and its optimizer, in which meta tensors stand for masters and moments until DCP writes them.
-
-    groups: of the optimizer. reads: functions that read the meta tensors' values, by DCP's names. nbytes: of all these.
-    """
+    """The state dict of FSDP2 and its optimizer, in which meta tensors stand for masters and moments until DCP writes
+    them. reads: functions that read the meta tensors' values, by DCP's names. nbytes: of all these."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
         self.model = dict(buffers)
@@ -75,7 +72,6 @@ class UnreadState:
         self.nbytes = 0
 
     def add(self, name: str, shape: tuple[int, ...], master: Read) -> None:
-        """Add a parameter."""
         self.model[name] = self._unread(f"model.{name}", shape, master)
 
     def add_moments(self, name: str, steps: torch.Tensor | None, moments: Mapping[str, Read]) -> None:
@@ -86,7 +82,6 @@ class UnreadState:
             self.moments[name][moment] = self._unread(f"optimizer.state.{name}.{moment}", shape, read)
 
     def tie(self, alias: str, name: str) -> None:
-        """Add another name of a parameter or buffer."""
         self.model[alias] = self.model[name]
         if f"model.{name}" in self.reads:
             self.add(alias, tuple(self.model[name].shape), self.reads[f"model.{name}"])
@@ -99,10 +94,8 @@ class UnreadState:
     def write(
         self, folder: Path, training_states: Iterable[dict[str, Any]], manifest: Manifest, tell: Progress
     ) -> None:
-        """Write the checkpoint's files: the state, the training state of each rank, and the manifest, which has no files yet.
-
-        `tell` is called with the bytes of each piece. Raises OSError, and CheckpointError if a tensor can't be read.
-        """
+        """Write the checkpoint's files: the state, the training state of each rank, and the manifest. `tell` is called
+        with the bytes of each piece. Raises OSError, and CheckpointError if a tensor can't be read."""
         writer = Writer(folder)
         state = {"model": self.model, "optimizer": {"state": self.moments, "param_groups": self.groups}}
         try:
@@ -130,14 +123,12 @@ class _Planner(dcp.DefaultSavePlanner):
         self._reads, self._tell = reads, tell
 
     def create_local_plan(self) -> SavePlan:
-        """Plan a file for each piece: see `Writer`."""
         plan = super().create_local_plan()
         items = [piece for item in plan.items for piece in (_cut(item) if item.index.fqn in self._reads else (item,))]
         self.plan = replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the value to write. Raises CheckpointError if it can't be read."""
         read = self._reads.get(write_item.index.fqn)
         if read is None:
             return super().resolve_data(write_item)
@@ -151,7 +142,6 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def _cut(item: WriteItem) -> Iterator[WriteItem]:
-    """Yield the item, cut into pieces of whole rows."""
     data = item.tensor_data
     assert data is not None
     rows = max(1, _PIECE_NUMEL // max(1, math.prod(data.size[1:])))

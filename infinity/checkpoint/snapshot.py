@@ -31,10 +31,7 @@ _MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2, "uint8": 1}
 
 
 class Snapshot:
-    """The arena file of a rank whose arena has `layout`. Raises ValueError if that contradicts itself.
-
-    sub_groups: in the order of the file, with all their fields. offsets: of the sub-groups (bytes). nbytes: of the file.
-    """
+    """The arena file of a rank whose arena has `layout`. Raises ValueError if that contradicts itself."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         _check_parameters(layout)
@@ -46,12 +43,11 @@ class Snapshot:
                 self._by_parameter[piece.shard].append((sub, piece))
 
     def field_offset(self, sub: SubGroup, field: Field) -> int:
-        """Return where a field of a sub-group begins in the file (bytes)."""
         return self.offsets[sub.index] + sub.field_offset(field)
 
     def pieces(self, parameter: int, start: int, numel: int) -> Iterator[tuple[SubGroup, int, int]]:
-        """Yield (sub-group, its first element, count) of the pieces of elements [start, start + numel) of the shard of
-        parameter number `parameter`, in order."""
+        """Yield (sub-group, its first element, count) of the pieces of a range of elements of a parameter's shard, in
+        order."""
         for sub, piece in self._by_parameter[parameter]:
             low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if low < high:

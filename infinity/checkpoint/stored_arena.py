@@ -29,17 +29,14 @@ from infinity.store.layout import BLOCK_NUMEL, Field, SubGroup
 
 
 def is_arena_checkpoint(path: Path) -> bool:
-    """Return True if the checkpoint in this folder has the format "arena"."""
     return (path / FIRST_RECORD).is_file()
 
 
 def arena_name(rank: int) -> str:
-    """Return the name of the file with a rank's arena."""
     return f"rank{rank}.arena"
 
 
 def record_name(rank: int) -> str:
-    """Return the name of the file with a rank's record: its unpaged state, and the layout of its arena."""
     return f"rank{rank}.record"
 
 
@@ -49,10 +46,7 @@ def _damaged(path: Path, why: object) -> CheckpointError:
 
 
 class RankState:
-    """The arena of one rank with its record; `stored` is the arena's entry in the manifest.
-
-    Raises CheckpointError if they can't be read or are damaged.
-    """
+    """The arena of one rank with its record; `stored` is the arena's entry in the manifest."""
 
     def __init__(self, path: Path, rank: int, record: Record, stored: StoredFile | None) -> None:
         self.record, self.layout = record, record.layout
@@ -124,10 +118,7 @@ class RankState:
 
 
 class StoredArena:
-    """An arena checkpoint, open within a `with` block. Records are verified and parsed when they are needed.
-
-    Raises CheckpointError if it has no manifest, or rank 0's files can't be read.
-    """
+    """An arena checkpoint, open within a `with` block. Records are verified and parsed when they are needed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,7 +136,6 @@ class StoredArena:
         self._numbers = {parameter.name: number for number, parameter in enumerate(self.layout.parameters)}
 
     def rank(self, rank: int) -> RankState:
-        """Return the files of a rank. Raises CheckpointError."""
         if rank not in self._ranks:
             record = self._read_record(rank)
             if not self._belongs(record):
@@ -169,7 +159,6 @@ class StoredArena:
         return unpaged_state
 
     def with_layout(self, here: ArenaLayout) -> RankState | None:
-        """Return the files of the rank with the same layout as `here`; None if there is none."""
         state = self.rank(here.rank % self.layout.shards)
         return None if any(differences(state.layout, replace(here, rank=state.layout.rank))) else state
 
@@ -180,7 +169,6 @@ class StoredArena:
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def read_verified(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
-        """Read as `read` does, after the files with the elements were verified. Raises CheckpointError."""
         for state, _, _ in self._rows(self._numbers[name], start, numel):
             self.verify(arena_name(state.layout.rank))
         return self.read(name, field, start, numel)
@@ -203,7 +191,6 @@ class StoredArena:
             raise _damaged(path, error) from None
 
     def _belongs(self, record: Record) -> bool:
-        """Return False if the record is of another save or another model than rank 0's."""
         first = self._ranks[0].record if self._ranks else record
         same_save = record.commit.identity == first.commit.identity
         same_ranks = (record.layout.ranks, record.layout.shards) == (self.manifest.ranks, first.layout.shards)
@@ -219,7 +206,6 @@ class StoredArena:
 
 
 def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless training can resume from a record: see `check_resumable`."""
     has_moments = zip(record.layout.parameters, record.commit.stepped, strict=True)
     moments = {parameter.name for parameter, bit in has_moments if bit == "1"}
     steps, groups = unpaged_state["steps"], unpaged_state["group_names"]

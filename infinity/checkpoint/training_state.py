@@ -25,7 +25,6 @@ _NAMES, _VALUES = "names", "values"
 
 
 def encode(training_state: dict[str, Any]) -> bytes:
-    """Encode plain values and tensors. Raises CheckpointError for anything else."""
     buffer = io.BytesIO()
     try:
         torch.save(_packed(training_state), buffer)
@@ -41,7 +40,6 @@ def encode(training_state: dict[str, Any]) -> bytes:
 
 
 def decode(stored: bytes | BinaryIO) -> dict[str, Any]:
-    """Decode the bytes of `encode`; tensors are on the CPU. Raises ValueError for other bytes."""
     try:
         file = io.BytesIO(stored) if isinstance(stored, bytes) else stored
         packed = torch.load(file, weights_only=True, map_location="cpu")

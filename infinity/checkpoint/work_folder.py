@@ -49,15 +49,12 @@ class About:
 
 
 def work_path(root: Path, identity: str) -> Path:
-    """Return the work folder of the save with this identity."""
     return root / f"{PREFIX}{identity}"
 
 
 class WorkFolder:
-    """The folder `work_path` of one save, and its lock. One process has it at a time: see [Note: What a save may remove].
-
-    path: of the folder. new: the empty folder in it to write to.
-    """
+    """The folder `work_path` of one save, and its lock. One process has it at a time: see [Note: What a save may
+    remove]. new: the empty folder in it to write to."""
 
     def __init__(self, path: Path, target: str, lock: int) -> None:
         self.path, self.new = path, path / "new"
@@ -94,17 +91,14 @@ class WorkFolder:
         return cls(path, target, lock)
 
     def set_aside(self, path: Path) -> None:
-        """Move a checkpoint that is being replaced into this folder. Raises OSError."""
         path.rename(self.path / f"replaced-{len(self.replaced)}")
         sync(self.path)
 
     @property
     def replaced(self) -> list[Path]:
-        """The checkpoints set aside, the oldest first."""
         return sorted(self.path.glob("replaced-*"))
 
     def put_back(self) -> None:
-        """Restore the name of a checkpoint that was set aside, if that is free. Raises CheckpointError."""
         for replaced in reversed(self.replaced):
             if not os.path.lexists(self._final):
                 with failing_as(f"recovering {self._final} from {replaced}"):
@@ -139,7 +133,6 @@ class WorkFolder:
         self.release()
 
     def release(self) -> None:
-        """Release the lock and leave everything as it is. Idempotent."""
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
             os.close(lock)

@@ -20,7 +20,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int]:
-    """Return an argparse type that calls `parse` and rejects values below `at_least`, with a message."""
+    """Return an argparse type that calls `parse` and rejects values below `at_least`."""
 
     def checked(text: str) -> int:
         try:
@@ -35,7 +35,6 @@ def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[st
 
 
 def whole_number(text: str) -> int:
-    """Parse the integer in `text`. Raises ValueError with a message."""
     try:
         return int(text)
     except ValueError:
@@ -43,7 +42,6 @@ def whole_number(text: str) -> int:
 
 
 count = checked_value(whole_number, at_least=1)
-"""An argparse type: an integer of at least 1."""
 
 
 def _parse_size(text: str) -> int:
@@ -55,14 +53,12 @@ def _parse_size(text: str) -> int:
 
 
 size = checked_value(_parse_size, at_least=1)
-"""An argparse type: a size in bytes, at least 1."""
 
 size_or_none = checked_value(_parse_size, at_least=0)
-"""As `size`, but 0 is allowed and means none."""
+"""As `size`; 0 means none."""
 
 
 def named_path(text: str) -> Path:
-    """Parse a path that is not empty (an argparse type)."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (an unset variable?): name one")
     return Path(text)
@@ -84,8 +80,8 @@ def check_files(options: argparse.Namespace, *names: str) -> None:
 
 
 def check_file(file: str | Path | None, prefix: str = "") -> None:
-    """Raise ConfigError, its message after `prefix`, unless `file` can be written; None and "-" pass. A missing file is
-    created for the test, and removed."""
+    """Raise ConfigError unless `file` can be written; None and "-" pass. A missing file is created for the test, and
+    removed."""
     if file is None or file == "-":
         return
     path = Path(file)
@@ -104,17 +100,14 @@ def check_file(file: str | Path | None, prefix: str = "") -> None:
 
 
 def add_path(parser: argparse._ActionsContainer, help: str) -> None:
-    """Add PATH, the folder on a drive, as the commands of `infinity-bench` take it."""
     parser.add_argument("path", nargs="?", type=named_path, metavar="PATH", help=help)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """Add --json, the file for `write_json`."""
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
 
 
 def write_json(result: dict[str, Any], file: str | Path) -> None:
-    """Write `result` to `file`; "-" is standard output."""
     text = json.dumps(result, indent=2) + "\n"
     if file == "-":
         sys.stdout.write(text)

@@ -1,8 +1,5 @@
-"""The program `infinity-bench`: finds the subcommand, runs it, returns its exit code. Runs on the main thread.
-
-A subcommand is a module with `add_parser(subparsers)`, which adds its parser and sets the default `func`
-to a function from the parsed arguments to the exit code. It imports torch, matplotlib and the like inside that function.
-"""
+"""The program `infinity-bench`. A subcommand is a module with `add_parser`; it imports torch and the like when it
+runs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ _COMMANDS = (doctor, sweep, plan, step, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `infinity-bench` with `arguments` (default: those of the process). Returns the exit code of `run_program`."""
     return run_program(_parser(), arguments)
 
 

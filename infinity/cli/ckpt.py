@@ -1,7 +1,5 @@
-"""The program `infinity-ckpt`: shows, verifies, consolidates, exports and imports checkpoints. Main thread.
-
-Heavy modules (torch, pydantic, rich) are imported only when a command runs, so that --help is fast.
-"""
+"""The program `infinity-ckpt`. Heavy modules (torch, pydantic, rich) are imported only when a command runs, so that
+--help is fast."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ _METAVARS = {"checkpoint": "CKPT", "output": "OUT", "base": "MODEL", "adapter": 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `infinity-ckpt` with `arguments` (default: those of the process). Returns the exit code of `run_program`."""
     return run_program(_parser(), arguments)
 
 
@@ -77,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, **paths: str
 ) -> argparse.ArgumentParser:
-    """Add a command. paths: help texts of its path arguments, by name."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=_EPILOG)
     for path, text in paths.items():
         parser.add_argument(path, type=named_path, metavar=_METAVARS[path], help=text)
@@ -244,8 +240,8 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any], text: str
 
 @contextmanager
 def _progress(activity: str, *, shown: bool) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """Show a progress bar on stderr if that is a terminal. Yields a function to call with the total bytes; it returns
-    one to call with the bytes just done."""
+    """Show a progress bar on a terminal. Yields a function from the total bytes to one that is called with the bytes
+    just done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

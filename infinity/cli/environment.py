@@ -25,8 +25,6 @@ _GVISOR_VERSION = "Sun Jan 10 15:06:54 PST 2016"
 
 @dataclass(frozen=True)
 class Machine:
-    """Processors and memory. The memory limit is the lowest of the control groups around this process."""
-
     kernel: str
     architecture: str
     distribution: str | None
@@ -43,11 +41,6 @@ class Machine:
 
 @dataclass(frozen=True)
 class Container:
-    """The container around the process, and its restrictions.
-
-    user_namespace: True in a namespace of its own, as in rootless containers; capabilities then don't count.
-    """
-
     kind: str | None
     gvisor: bool
     seccomp: str | None
@@ -60,7 +53,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of this process (None for no limit), and of kernel AIO on the whole machine."""
+    """Limits of this process (None: no limit), and of kernel AIO on the whole machine."""
 
     memlock_soft_bytes: int | None
     memlock_hard_bytes: int | None
@@ -73,8 +66,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Reserved:
-    """A pool of hugetlb pages of one size."""
-
     page_bytes: int
     total: int
     free: int
@@ -82,8 +73,6 @@ class Reserved:
 
 @dataclass(frozen=True)
 class HugePages:
-    """Settings of transparent huge pages, and the reserved pools of hugetlb pages."""
-
     enabled: str | None
     defrag: str | None
     page_bytes: int | None

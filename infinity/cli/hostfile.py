@@ -27,7 +27,6 @@ class Host(NamedTuple):
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read the hosts of a hostfile, in the order of their ranks. Raises ConfigError."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:

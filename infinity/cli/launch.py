@@ -1,8 +1,5 @@
 """The program `infinity-run`: torchrun on each host of a hostfile, over ssh; if one fails, all are ended. Main thread,
-and two per host that copy its output.
-
-Imports torch only to count this machine's slots, if neither a hostfile nor a number is given.
-"""
+and two per host that copy its output."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ _EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `infinity-run` with `arguments` (default: those of the process). Returns the exit code of `run_program`."""
     return run_program(_parser(), arguments)
 
 
@@ -98,7 +94,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
-    """Return the hosts to run on, in the order of their ranks."""
     ranks = options.nproc_per_node
     if options.hostfile:
         hosts = read_hostfile(options.hostfile)
@@ -121,7 +116,6 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each host, and the command to start here for it."""
     exported, rendezvous = _exported(options.env), _rendezvous(options, hosts)
     here = (*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0])
     folder = options.workdir or str(Path.cwd())
@@ -137,7 +131,6 @@ def _commands(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[tu
 
 
 def _exported(asked: Sequence[str]) -> list[str]:
-    """Return NAME=VALUE for each variable that all hosts get."""
     variables = {name: value for name, value in os.environ.items() if _EXPORTED.fullmatch(name)}
     for text in asked:
         name, equals, value = text.partition("=")
@@ -148,7 +141,7 @@ def _exported(asked: Sequence[str]) -> list[str]:
 
 
 def _rendezvous(options: argparse.Namespace, hosts: Sequence[Host]) -> list[str]:
-    """Return torchrun's rendezvous options. A static rendezvous supports hosts with different numbers of ranks."""
+    """Return torchrun's options. A static rendezvous supports hosts with different numbers of ranks."""
     if len(hosts) == 1 and not options.master_addr and not options.master_port:
         return ["--standalone"]  # on a free port
     first = options.master_addr or hosts[0].name.rpartition("@")[2]
@@ -165,7 +158,6 @@ def _ssh(options: argparse.Namespace) -> list[str]:
 
 
 def _why(name: str, command: Sequence[str], status: int) -> str:
-    """Return what a status means, and what to do."""
     if command[0] != "ssh":
         return f"ended with status {status}; its last lines say why"
     if status == _SSH_FAILED:

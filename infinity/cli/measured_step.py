@@ -57,8 +57,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Measurements of one round: a step from the drive, one of plain PyTorch (None: left out), and the drive's bytes/s
-    for each workload."""
+    """Measurements of one round; `plain` is None if plain PyTorch was left out."""
 
     step: dict[str, Any]
     plain: PlainStep | None
@@ -70,7 +69,6 @@ class Round:
 
 
 def plain_process_of(options: argparse.Namespace) -> contextlib.AbstractContextManager[Connection]:
-    """Start plain PyTorch's process for the model of these options."""
     shape = shape_for(options.params, seq=options.seq)
     return plain_process(
         functools.partial(make_training, shape, options.batch_size),
@@ -83,10 +81,8 @@ def plain_process_of(options: argparse.Namespace) -> contextlib.AbstractContextM
 
 
 def measure(options: argparse.Namespace, plain_orders: Connection) -> tuple[dict[str, Any], TraceSummary | None]:
-    """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken).
-
-    plain_orders: the connection of `plain_process_of`.
-    """
+    """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was
+    taken)."""
     # Progress goes to stderr if stdout is for the JSON.
     show = functools.partial(print, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
     shape = shape_for(options.params, seq=options.seq)
@@ -177,7 +173,7 @@ def _rounds(
 
 
 def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel: int, backend: str) -> dict[str, Any]:
-    """Return medians over the rounds, with the lower bound: [Note: The lower bound of a measured step].
+    """Return medians over the rounds: [Note: The lower bound of a measured step].
 
     planned_bytes: (read, written) in a step by its plan. The smaller of planned and moved bytes counts: the pool may
     save some, and some may be moved twice.
@@ -211,7 +207,6 @@ def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    """Return the median; None without values."""
     return statistics.median(known) if (known := list(values)) else None
 
 
@@ -242,7 +237,6 @@ def _make_engine(options: argparse.Namespace, shape: Shape) -> infinity.Engine:
 
 
 def _step(engine: infinity.Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """Take one step, including its last writes."""
     micro_batches = [tokens(options.batch_size, options.seq) for _ in range(options.accumulation)]
     before, used_before = engine.swap_stats(), Usage.now()
     began = time.perf_counter()

@@ -68,7 +68,6 @@ def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
 
 @contextlib.contextmanager
 def _systemd(nbytes: int) -> Iterator[MemoryLimit | None]:
-    """Use a scope of the user's service manager."""
     command = (*SYSTEMD_RUN, "--property", f"MemoryMax={nbytes}", "--property", "MemorySwapMax=0")
     works = shutil.which(command[0]) and not subprocess.run([*command, "true"], capture_output=True).returncode
     yield MemoryLimit("a control group, created by systemd", command) if works else None
@@ -76,7 +75,6 @@ def _systemd(nbytes: int) -> Iterator[MemoryLimit | None]:
 
 @contextlib.contextmanager
 def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
-    """Create a control group below this process's own, if permitted (usually as root)."""
     version_1, version_2 = "memory.limit_in_bytes", "memory.max"
     group = None
     try:
@@ -121,7 +119,6 @@ def _parent() -> Path:
 
 
 def _enter(processes: str) -> None:
-    """Move the calling process into a group."""
     Path(processes).write_text(str(os.getpid()))
 
 

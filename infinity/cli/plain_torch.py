@@ -49,7 +49,6 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "SGD": lambda masters: torch.optim.SGD(masters, lr=1e-3, momentum=0.9),
     "Muon": _muon,
 }
-"""Functions that create torch's optimizer over named masters."""
 
 Make = Callable[[torch.device], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
 """Creates, on a device, an fp32 model and a function that computes its loss on a new batch. It is pickled."""
@@ -86,7 +85,6 @@ class PlainTraining:
         optimizer: str = "AdamW",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """clipping: largest norm of the whole gradient; 0 does not clip. optimizer: one of `OPTIMIZERS`."""
         names = [name for name, _ in model.named_parameters()]
         self.model = model
         self._clipping = clipping
@@ -112,7 +110,6 @@ class PlainTraining:
         self._accumulates = True
 
     def step(self) -> None:
-        """Clip, update the masters, and copy them to the model."""
         if self._clipping > 0:
             self._scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self._masters, self._clipping)
@@ -144,17 +141,14 @@ class PlainStep:
 
 
 class PlainTorch:
-    """Client of the plain PyTorch process at the other end of `orders`. Used by one thread.
-
-    A step is None if that process can't take it, or has ended; `report` then got the reason, as a line.
-    """
+    """Client of the plain PyTorch process at the other end of `orders`. A step is None if that process can't take it,
+    or has ended; `report` then got the reason."""
 
     def __init__(self, orders: Connection, report: Callable[[str], None]) -> None:
         self._orders = orders
         self._report = report
 
     def step(self) -> PlainStep | None:
-        """Take a step and return its cost."""
         if self._orders.closed:
             return None
         try:
@@ -170,7 +164,7 @@ class PlainTorch:
 
 
 def why_not(shape: Shape, samples: int) -> str | None:
-    """Return why available memory can't hold plain PyTorch's training of `shape` and `samples`; None if it can."""
+    """Return why available memory can't hold plain PyTorch's training; None if it can."""
     needed = STATE_BYTES * shape.numel + shape.activation_bytes(samples, shape.layers) + shape.logits_bytes(samples)
     device = compute_device()
     if device.type == "cuda":
@@ -186,12 +180,8 @@ def why_not(shape: Shape, samples: int) -> str | None:
 def plain_process(
     make: Make, *, shape: Shape, samples: int, clipping: float, micro_batches: int = 1, optimizer: str = "AdamW"
 ) -> Iterator[Connection]:
-    """Start a process that takes steps of plain PyTorch; yields the connection for `PlainTorch`.
-
-    The first step creates the model, if available memory can then hold it.
-
-    shape, samples: of the model that `make` creates, and of a micro-batch.
-    """
+    """Start a process that takes steps of plain PyTorch; yields the connection for `PlainTorch`. The first step creates
+    the model, if available memory can then hold it; `shape` and `samples` say how much that is."""
     spawn = multiprocessing.get_context("spawn")  # OpenMP's threads don't survive a fork
     ours, orders = spawn.Pipe()
     arguments = (orders, make, shape, samples, clipping, micro_batches, optimizer, torch.get_num_threads())
@@ -223,7 +213,6 @@ def _serve(
     optimizer: str,
     threads: int,
 ) -> None:
-    """Take a step for each order, until the other side closes."""
     end_first_without_memory()
     torch.set_num_threads(threads)
     training: PlainTraining | None = None

@@ -21,7 +21,6 @@ class UsageError(ConfigError):
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Turn errors in the block into UsageError."""
     try:
         yield
     except (InfinityError, ValueError) as error:
@@ -87,7 +86,6 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 
 
 def _flush() -> None:
-    """Write what stdout holds, unless the program was started without one."""
     if sys.stdout is not None:
         sys.stdout.flush()
 

@@ -1,7 +1,5 @@
-"""`infinity-bench report`: runs doctor, sweep and step on a drive, and prints their results as one Markdown row. Main thread.
-
-Each command runs in a process of its own, so that none counts the memory of another.
-"""
+"""`infinity-bench report`: runs doctor, sweep and step, each in a process of its own, and prints one Markdown row. Main
+thread."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the commands and print the row. Returns 0, or the exit code of the first command that fails."""
     with usage_checked():
         check_files(options, "json")
     path = str(options.path or Path())
@@ -61,10 +58,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_command(words: list[str], *, quiet: bool) -> int:
-    """Run a command of infinity-bench in a child process. Returns its exit code, 128 + N after signal N.
-
-    quiet: send its output to standard error, because standard output is for JSON.
-    """
+    """Run a command of infinity-bench in a child process; returns its exit code. quiet: send its output to standard
+    error."""
     status = MemoryLimit("none").run(
         [sys.executable, "-m", f"{__package__}.bench", *words], stdout=sys.stderr if quiet else None
     )

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from infinity.schedule.timeline import TraceSummary
 
 MEMORY_LIMIT_MIN = GIB
-"""Python, torch and a small model take about half of it."""
 
 POOL_BYTES_MIN = 2 * ACCESS_BYTES
-"""Smallest pool of any model; that of a given model is known once it is built."""
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon")
 
@@ -74,7 +72,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and print; returns 0. Raises InfinityError, as UsageError for options that can't be satisfied."""
     options.path = options.path or Path()
     with usage_checked():
         if options.no_clipping and options.clipping:
@@ -107,10 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_within(limit_bytes: int, plain: Connection) -> int:
-    """Run this command again as a child within a memory limit. Returns its exit code.
-
-    Raises InfinityError if the kernel killed the child.
-    """
+    """Run this command again as a child within a memory limit."""
     with memory_limit(limit_bytes) as limit:
         command = [sys.executable, "-m", f"{__package__}.bench", *sys.argv[1:], "--plain-orders", str(plain.fileno())]
         status = limit.run(command, pass_fds=[plain.fileno()])
@@ -123,7 +117,6 @@ def _run_within(limit_bytes: int, plain: Connection) -> int:
 
 
 def norm(text: str) -> float:
-    """Parse the largest norm of a gradient (an argparse type); 0 does not clip."""
     try:
         value = float(text)
     except ValueError:
@@ -143,7 +136,6 @@ def _plain_in_words(result: dict[str, Any]) -> str:
 
 
 def _lower_bound_in_words(result: dict[str, Any]) -> str:
-    """Describe the lower bound. [Note: The lower bound of a measured step]"""
     if result["over_lower_bound"] is None:
         return "none: nothing moved, and plain PyTorch was left out"
     which = "the longer of the two" if result["torch_in_memory_seconds"] is not None else "the drive time alone"

@@ -16,8 +16,8 @@ HEAD = 64
 
 
 def shape_of(layers: int, hidden: int, *, seq: int) -> Shape:
-    """Return the shape for a hidden size that is a multiple of 64, the width of a head. No biases or learned norms; the
-    output head is the embedding."""
+    """Return the shape for a hidden size that is a multiple of 64. No biases or learned norms; the head is the
+    embedding."""
     block, embedding = BLOCK_FACTOR * hidden**2, VOCABULARY * hidden
     return Shape(layers, hidden, hidden // HEAD, seq, VOCABULARY, block, embedding)
 
@@ -67,14 +67,12 @@ class Transformer(nn.Module):
 
 
 def tokens(samples: int, seq: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return a batch of random token numbers, (samples, seq + 1)."""
     return torch.randint(VOCABULARY, (samples, seq + 1), device=device)
 
 
 def make_training(
     shape: Shape, samples: int, device: torch.device
 ) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """Return the model on `device`, and a function that computes its loss on a new batch."""
     torch.manual_seed(0)
     with device:
         model = Transformer(shape)

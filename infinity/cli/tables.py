@@ -18,7 +18,6 @@ def table_of(*names: str, words: int = 0, title: str | None = None) -> Table:
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print a table with a row for each fact that is not None."""
     table = Table(show_header=False)
     for name, value in facts.items():
         if value is not None:

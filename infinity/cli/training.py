@@ -27,7 +27,6 @@ def add_training(
     optimizers: Sequence[str],
     cache: int | None,
 ) -> None:
-    """Add the options that `work_from` reads, and --cache, with these defaults."""
     add = parser.add_argument
     text = f"sequences per micro-batch and GPU (default: {batch_size})"
     add("--batch-size", type=count, default=batch_size, metavar="N", help=text)
@@ -57,13 +56,8 @@ def add_training(
 def work_from(
     options: argparse.Namespace, model: Transformer, *, ranks: int = 1, at_once: int | None = None, **others: Any
 ) -> Work:
-    """Return the work of one rank in a step, from the options of `add_training`.
-
-    at_once: micro-batches that pass through a group before the next; None: as --schedule says.
-    others: more attributes of `Work`.
-
-    Raises ConfigError for options that don't go together.
-    """
+    """Return the work of one rank in a step, from the options of `add_training`. at_once: micro-batches that pass
+    through a group before the next; None: as --schedule says. others: more attributes of `Work`."""
     if at_once is None:
         at_once = options.accumulation if options.schedule == "vertical" else 1
     muon = options.optimizer == "Muon"

@@ -30,17 +30,10 @@ _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class DriveProfile:
-    """The best I/O settings for a training step on one drive, and their rates.
+    """The best I/O settings for a training step on one drive (fields of `infinity.aio.IoSettings`), and their rates.
 
-    Attributes:
-        version: version of this format.
-        written: date and time of the measurement, ISO 8601.
-        path: the measured folder.
-        drive: description of the drive, for people.
-        backend, block_bytes, queue_depth, rings, mix: fields of `infinity.aio.IoSettings`.
-        read_bytes_per_s, write_bytes_per_s: rates of reading alone and writing alone.
-        mixed_bytes_per_s: rate of reading and writing at once in equal parts, both counted.
-        cpu_seconds_per_gib: user and system time of the process per GiB of the mixed load.
+    written: ISO 8601. drive: for people. mixed_bytes_per_s: reading and writing at once in equal parts, both counted.
+    cpu_seconds_per_gib: user and system time of the process per GiB of the mixed load.
     """
 
     version: Annotated[int, Field(ge=1)] = VERSION
@@ -59,7 +52,7 @@ class DriveProfile:
 
 
 def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
-    """Write `profile` into `folder`, atomically and readable by all users; return its path. Raises OSError."""
+    """Write `profile` into `folder`, atomically and readable by all users. Raises OSError."""
     path = Path(folder) / FILE_NAME
     temporary = path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")
     try:
@@ -108,11 +101,8 @@ IN_FLIGHT_BYTES = 32 * MIB
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """The chosen I/O settings.
-
-    bandwidths: as for `SwapManager`. notes: messages about the drives and the source of the settings. warnings:
-    messages about drives that are unsuitable for training.
-    """
+    """The chosen I/O settings. bandwidths: as for `SwapManager`. warnings: about drives that are unsuitable for
+    training."""
 
     io: IoSettings
     bandwidths: tuple[float, ...] | None
@@ -123,9 +113,9 @@ class StorageChoice:
 def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None) -> StorageChoice:
     """Choose the I/O settings for the drives of `config.nvme_paths`; without any, for the drive of the `weights`.
 
-    Keys of `aio` and `infinity` in the config take precedence. Others come from the profile that `infinity-bench sweep`
-    left on the first drive, else from the limits of its block queue. If all of several drives have a profile, their
-    shares of the bytes follow the profiles; otherwise the swap manager measures.
+    Keys of `aio` and `infinity` in the config take precedence. Others come from the profile on the first drive, else
+    from the limits of its block queue. If all of several drives have a profile, their shares of the bytes follow the
+    profiles.
     """
     paths = config.nvme_paths or ((os.fspath(weights),) if weights is not None else ())
     aio, settings = config.aio, config.infinity

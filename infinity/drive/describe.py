@@ -38,7 +38,6 @@ _UNSUITABLE |= dict.fromkeys(
 )
 _FUSE = "sends every block through a program in user space, far slower than the kernel's own file systems"
 LOCAL = "put the nvme_path on ext4 or xfs on a local NVMe drive"
-"""Advice for a drive with a weakness."""
 _SPINNING = ("sata", "sas", "usb", "scsi")
 """Transports with a reliable `rotational` flag: virtual disks set it by default."""
 _IDENTITIES = ("wwid", "device/wwid", "device/serial", "serial")
@@ -62,11 +61,8 @@ class Queue:
 
 @dataclass(frozen=True)
 class Disk:
-    """One whole disk.
-
-    name: as "nvme0n1". identity: the stable serial number or world-wide name. transport: "nvme", "nvme-tcp", "virtio",
-    "sata", "sas", "usb", "loop", ... rotational: unreliable for virtual disks.
-    """
+    """One whole disk. identity: serial number or world-wide name. transport: "nvme", "nvme-tcp", "virtio", "sata",
+    "sas", "usb", "loop", ... rotational: unreliable for virtual disks."""
 
     name: str
     model: str | None
@@ -94,13 +90,9 @@ class Disk:
 
 @dataclass(frozen=True)
 class Drive:
-    """The drive under a path.
-
-    path: with symbolic links resolved. mount_point, file_system ("ext4"), source ("/dev/nvme0n1p2", "server:/export"),
-    mount_options: of its mount. device: the file system's block device, such as "nvme0n1p2" or "dm-0"; None if unknown.
-    layers: between it and the disks, such as "dm-0 (LVM data-swap)" or "md0 (raid0)". disks: the whole disks at the
-    bottom. queue: limits of the first queue that a request reaches.
-    """
+    """The drive under a path. device: the file system's block device, such as "nvme0n1p2" or "dm-0". layers: between it
+    and the disks, such as "dm-0 (LVM data-swap)" or "md0 (raid0)". queue: limits of the first queue that a request
+    reaches."""
 
     path: str
     mount_point: str
@@ -126,7 +118,6 @@ class Drive:
 
     @property
     def weaknesses(self) -> list[str]:
-        """Reasons, as words after "it", why it is unsuitable for training."""
         disks = [f"has {disk.name}, {disk.weakness}" for disk in self.disks if disk.weakness]
         return [*filter(None, [self.file_system_weakness]), *disks]
 
@@ -152,13 +143,8 @@ def existing(path: str | os.PathLike[str]) -> Path:
 def drive_of(
     path: str | os.PathLike[str], *, mountinfo: Path = Path("/proc/self/mountinfo"), sysfs: Path = Path("/sys")
 ) -> Drive:
-    """Return the drive under `path`.
-
-    Args:
-        mountinfo, sysfs: files in which the kernel describes mounts and devices.
-
-    Raises StoreError if `path` does not exist.
-    """
+    """Return the drive under `path`; `mountinfo` and `sysfs` are where the kernel describes mounts and devices. Raises
+    StoreError if `path` does not exist."""
     try:
         resolved = Path(path).resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
@@ -182,10 +168,10 @@ def drive_of(
 
 
 def default_block_bytes(drive: Drive) -> int:
-    """Return a default block size (bytes): the largest power of two that the queue passes on as one request.
+    """Return the largest power of two that the queue passes on as one request; 1 MiB if that is unknown.
 
-    At least 512 KiB, because below that the cost per block matters. At most 1 MiB, because larger blocks made a
-    step, which reads and writes at once, 2 to 6 % longer on our drives. 1 MiB if the limit is unknown.
+    At least 512 KiB, because below that the cost per block matters. At most 1 MiB, because larger blocks made a step,
+    which reads and writes at once, 2 to 6 % longer on our drives.
     """
     limit = (drive.queue.max_sectors_kb or 0) * KIB
     if not limit:
@@ -223,7 +209,6 @@ def _mount_of(path: Path, mountinfo: Path) -> _Mount:
 
 
 def _unescape(text: str) -> str:
-    """Decode mountinfo's octal escapes of blanks and similar characters."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -265,12 +250,10 @@ def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
 
 
 def _whole(device: Path) -> Path:
-    """Return the disk of a partition; any other device unchanged."""
     return device.parent if (device / "partition").exists() else device
 
 
 def _transport(disk: Path) -> str:
-    """Return the disk's transport, from the path of its device and the kernel's name for it."""
     if disk.name.startswith("nvme"):
         kind = next((kind for controller in _controllers(disk) if (kind := text_of(controller / "transport"))), "pcie")
         return "nvme" if kind == "pcie" else f"nvme-{kind}"

@@ -1,8 +1,5 @@
-"""Measures drives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
-
-`measure_drive` is a short measurement of current rates, for the lower bound of a measured step. This file only measures
-given settings; callers choose them. Used by one thread; the ring threads of the engine move the bytes.
-"""
+"""Measures drives: timed transfers through the I/O engine, between a file of random data and a pinned pool. Used by one
+thread."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ _LEASES = 8
 """Leases in the pool, each at least a transfer: few, to spare Python; enough for a slow drive to end in time."""
 
 MIX_MODES = ("interleaved", "bursts")
-"""Ways in which the engine mixes reads and writes."""
 
 _TRANSFER_BYTES_MIN = 4 * MIB
 _RATES_POOL_BYTES_MIN = 64 * MIB
@@ -50,13 +46,8 @@ class Workload(str, Enum):
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement, between two moments at which the drive's queue was full.
-
-    Attributes:
-        nbytes: bytes read and written in between.
-        seconds: wall time in between.
-        cpu_seconds: user and system time of the whole process, with I/O threads and Python.
-    """
+    """One measurement, between two moments at which the drive's queue was full. nbytes: read and written in between.
+    cpu_seconds: user and system time of the whole process."""
 
     workload: Workload
     settings: IoSettings
@@ -75,12 +66,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class DriveRates:
-    """Bytes per second of long sequential transfers through the I/O engine: medians of a few rounds.
-
-    Attributes:
-        read_bytes_per_s, write_bytes_per_s: rates of reading alone and writing alone.
-        mixed_bytes_per_s: rate of reading and writing at once in equal parts, as in a training step; both counted.
-    """
+    """Bytes per second of long sequential transfers: medians of a few rounds. Mixed: both ways are counted."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -97,12 +83,8 @@ def measure_drive(
     io: IoSettings | None = None,
     **io_options: Any,
 ) -> DriveRates:
-    """Measure reads, writes and both at once, with random data on the drive of `path`.
-
-    Args:
-        nbytes: size of the file (bytes).
-        rounds: trials of each kind, at least `seconds` long.
-        io, io_options: as for `infinity.aio.IoEngine`.
+    """Measure reads, writes and both at once, with random data in a file of `nbytes` on the drive of `path`: `rounds`
+    trials of each kind, at least `seconds` long. io, io_options: as for `infinity.aio.IoEngine`.
 
     Leaves no file behind. Raises StoreError or IoError.
     """
@@ -120,10 +102,7 @@ def measure_drive(
 class DriveTest:
     """A file of random data on the drive of `path`, and a pinned pool for its transfers.
 
-    Args:
-        path: folder on the drive; created if needed.
-        nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
-        pool_bytes: maximum of pinned memory; never more than the size of the file.
+    nbytes: size of the file, at least 16 MiB; rounded down to whole chunks. pool_bytes: maximum of pinned memory.
 
     Call `fill` before the first trial: reserved space reads as zeros without touching the drive, and the file system
     converts it on the first write. The file has no name ([Note: Leaving nothing behind] in store/run_folder.py). Raises
@@ -175,7 +154,7 @@ class DriveTest:
         return in_time and settings.block_bytes <= self.chunk_bytes
 
     def fill(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
-        """Write the whole file once. Calls `on_progress` with the bytes done so far. Raises IoError."""
+        """Write the whole file once. Calls `on_progress` with the bytes done so far."""
         with contextlib.closing(self._make_engine(IoSettings())) as engine:
             turns = self._turns(engine, Workload.WRITE, self.chunk_bytes, slots=3)
             for done_bytes in range(0, self.nbytes, self.chunk_bytes):
@@ -184,10 +163,8 @@ class DriveTest:
         self._filled = True
 
     def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
-        """Move bytes for `seconds` after a warm-up. Each trial continues in the file where the last one stopped.
-
-        The result's settings name the backend chosen for "auto". Raises IoError; ValueError for invalid settings.
-        """
+        """Move bytes for `seconds` after a warm-up. Each trial continues in the file where the last one stopped. The
+        result's settings name the backend chosen for "auto"."""
         assert self._filled, "a trial on a file that was not written yet"
         with contextlib.closing(self._make_engine(settings)) as engine:
             nbytes = self._transfer_bytes(settings)
@@ -200,7 +177,6 @@ class DriveTest:
             return Trial(workload, settings, moved - moved_before, ended - began, cpu - cpu_before)
 
     def close(self) -> None:
-        """Free file, folder and pool; no trial may follow. Idempotent."""
         self._stack.close()
         self._leases.clear()
         self._pool = None
@@ -239,7 +215,6 @@ class DriveTest:
             yield
 
     def _requests(self, workload: Workload, nbytes: int, slot: int) -> list[Request]:
-        """Return the transfers of one turn: at the next place in the file, through the leases of `slot`."""
         offset = -(-self._offset // nbytes) * nbytes % self.nbytes
         self._offset = offset + nbytes
         if workload is not Workload.MIXED:
@@ -248,19 +223,16 @@ class DriveTest:
         return [self._request("read", offset, nbytes, 2 * slot), self._request("write", far_away, nbytes, 2 * slot + 1)]
 
     def _request(self, operation: str, offset: int, nbytes: int, lease: int) -> Request:
-        """Return a request with the priority that the optimizer's lap uses."""
         priority = Priority.PREFETCH if operation == "read" else Priority.WRITE_BACK
         return Request(operation, self._file, offset, self._leases[lease], 0, nbytes, priority)
 
 
 def _counters(engine: IoEngine) -> tuple[int, float, float]:
-    """Return bytes moved, seconds, and CPU seconds of the process, up to now."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return engine.read_bytes + engine.written_bytes, time.perf_counter(), usage.ru_utime + usage.ru_stime
 
 
 def _go_on(turns: Iterator[None], seconds: float) -> None:
-    """Run at least one turn, until `seconds` have passed."""
     end = time.perf_counter() + seconds
     for _ in turns:
         if time.perf_counter() >= end:

@@ -1,8 +1,5 @@
-"""Memory per tier, one line per user, and bytes per step, for every placement of a model's states.
-
-Numbers are for one rank; all ranks are equal. Counted are fp32 masters, or their remainders with the 16-bit compute
-parameters; fp32 moments and gradients; and the compute parameters to gather from, each sharded over all ranks.
-"""
+"""Memory per tier, one line per user, and bytes per step, for every placement of a model's states. Numbers are for one
+rank."""
 
 from __future__ import annotations
 
@@ -116,10 +113,8 @@ def second_slot_bytes(work: Work, strategy: Strategy, cache: HostCache = NO_CACH
 def memory_of(
     work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, cache: HostCache = NO_CACHE
 ) -> Memory:
-    """Return the memory of one rank, with a pinned pool of `pinned_bytes` besides the host cache.
-
-    `device_is_host`: True if the CPU computes, so that the device's memory is host memory.
-    """
+    """Return the memory of one rank, with a pinned pool of `pinned_bytes` besides the host cache. With `device_is_host`
+    the CPU computes, so that the device's memory is host memory."""
     states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
     elsewhere = sum(work.saved_elsewhere(device_is_host=device_is_host))
     device: dict[str, int] = {}
@@ -175,14 +170,14 @@ _SAVED = "saved activations"
 
 
 def record_bytes(stored_bytes: int) -> int:
-    """Return the bytes of the commit records of a durable run whose state has `stored_bytes`. Two records exist at once
-    for a moment, each with the checksum (4 bytes) of every page (4 KiB) of the state. Unpaged state is not counted."""
+    """Return the bytes of the commit records of a durable run. Two exist at once for a moment, each with the checksum
+    (4 bytes) of every page (4 KiB) of the state."""
     return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
 def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
-    """Return one rank's part of the states of a model of `numel` parameters in all tiers. Counts memory that lasts from
-    step to step, and the parameters that stage 2 keeps gathered."""
+    """Return one rank's part of the states of a model in all tiers, as far as it lasts from step to step, and the
+    parameters that stage 2 keeps gathered."""
     shard = -(-numel // ranks)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
@@ -224,8 +219,8 @@ def activation_lines(work: Work, elsewhere: int) -> dict[str, int]:
 
 
 def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
-    """Return the bytes (read, written) on one rank's drives in a step. Counts states with nothing cached, and nothing
-    gathered for longer than its use (`lower_bound.step_bytes`); spilled gradients; and saved activations."""
+    """Return the bytes (read, written) on one rank's drives in a step with nothing cached, and nothing gathered for
+    longer than its use; with spilled gradients and saved activations."""
     if not strategy.uses_nvme:
         return 0, 0
     spilled = work.gradients_that_spill(strategy)
@@ -246,12 +241,9 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
 class Pipeline:
     """The parts of the pinned budget, as in the swap manager.
 
-    Attributes:
-        pinned_bytes: size of the pool, without the host cache.
-        sub_group_numel: elements updated together.
-        look_ahead_bytes: bound for groups read ahead, and for sub-groups too if updates are in the passes.
-        sub_groups_ahead: sub-groups read ahead if updates are in the step.
-        staying: groups whose compute parameters stay staged from step to step, in `staying_bytes` of the pool.
+    pinned_bytes: the pool, without the host cache. look_ahead_bytes: bound for groups read ahead, and for sub-groups if
+    updates are in the passes; sub_groups_ahead: for those in the step. staying: groups whose compute parameters stay
+    staged from step to step, in `staying_bytes` of the pool.
     """
 
     pinned_bytes: int
@@ -272,7 +264,7 @@ def pipeline_of(
 ) -> Pipeline:
     """Return the pipeline for a pool of `pinned_bytes` (None: a comfortable pool), on a rank with `memory_bytes`.
 
-    `cache`: the host cache. None: it is chosen later, and a comfortable pool leaves it the memory for staying groups.
+    cache: None if it is chosen later; a comfortable pool then leaves it the memory for staying groups.
     """
     if not strategy.uses_nvme:
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_IN_MEMORY), 0, 1)

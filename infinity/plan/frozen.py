@@ -46,21 +46,12 @@ FEW_SHARE = 1 / 4
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """The plan of one kind of work on files. Bytes and seconds are per training step, or per round of generation, which
-    makes one token of each sequence; for one rank unless said otherwise.
+    """The plan of one kind of work on files: bytes and seconds of one rank, per training step or per round of
+    generation, which makes one token of each sequence.
 
-    Attributes:
-        name: for people.
-        per: "step" or "round".
-        base_bits: bits of the blocks' matrices in the files.
-        memory: memory of one rank.
-        reasons: why it does not fit, one sentence each; empty if it fits.
-        pinned_bytes: size of the pool.
-        read_bytes: bytes read from the drive once the order of the groups is known; an expectation for routed experts.
-        start_seconds: time to the first step or round: START_SECONDS, and one read of the files.
-        busy: seconds of each resource, and of IN_TURNS; infinite for a missing drive.
-        tokens: tokens of all ranks.
-        trained_numel: parameters of all adapters.
+    read_bytes: read once the order of the groups is known; an expectation for routed experts. start_seconds: time to
+    the first step or round. busy: seconds of each resource, and of IN_TURNS; infinite for a missing drive. tokens,
+    trained_numel: of all ranks.
     """
 
     name: str
@@ -86,12 +77,10 @@ class FrozenPlan:
 
     @property
     def limit(self) -> str:
-        """The resource that is busy longest."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all ranks."""
         return self.tokens / self.seconds
 
 
@@ -104,15 +93,12 @@ def frozen_plans(
     pinned_bytes: int | None = None,
     cache_bytes: int | None = None,
 ) -> list[FrozenPlan]:
-    """Return the plans for training adapters, and for generation.
+    """Return the plans for training adapters of `lora_rank` on all linear layers except routed experts, and for
+    generation.
 
-    Args:
-        work: micro-batches as in training; generation continues each of its samples by one token.
-        lora_rank: rank of the adapters on all linear layers of the blocks except routed experts.
-        base_bits: bits of the blocks' matrices in the files, one of BASE_BITS.
-        pinned_bytes: size of each rank's pool. None: a comfortable one, and `cache_bytes` more.
-        cache_bytes: additional pool to keep groups in. None: nothing if `pinned_bytes` is given, else all remaining
-            memory. The pool gets no larger than the model can use.
+    pinned_bytes: size of each rank's pool. None: a comfortable one, and `cache_bytes` more to keep groups in.
+    cache_bytes: None is nothing if `pinned_bytes` is given, else all remaining memory. The pool gets no larger than the
+    model can use.
     """
     asked = _Asked(base_bits, pinned_bytes, cache_bytes)
     return [_plan_lora(work, machine, lora_rank, asked), _plan_generation(work, machine, asked)]
@@ -120,8 +106,6 @@ def frozen_plans(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Arguments of `frozen_plans`."""
-
     base_bits: int
     pinned_bytes: int | None
     cache_bytes: int | None
@@ -236,7 +220,7 @@ def _gathered_bytes(work: Work, gathered: FrozenGroups) -> int:
 def _place(
     work: Work, machine: Machine, groups: FrozenGroups, device: dict[str, int], host: dict[str, int], asked: _Asked
 ) -> tuple[Memory, int, list[str]]:
-    """Return the memory of one rank, the bytes of its pool (see `frozen_plans`), and the reasons against a fit."""
+    """Return the memory of one rank, the bytes of its pool, and the reasons against a fit."""
     if machine.device_is_host:
         device, host = {}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}
     else:
@@ -258,7 +242,6 @@ def _place(
 
 
 def _moving_seconds(machine: Machine, read_bytes: float, gathered_bytes: float) -> dict[str, float]:
-    """Return the seconds of one rank's share of the drives, and of the link to its GPU."""
     seconds = {"drive": math.inf}
     if machine.drive is not None:
         seconds["drive"] = read_bytes / machine.drive_of_rank().read_bytes_per_s
@@ -268,7 +251,6 @@ def _moving_seconds(machine: Machine, read_bytes: float, gathered_bytes: float) 
 
 
 def _gather_seconds(machine: Machine, gathered: FrozenGroups) -> float:
-    """Return the seconds of all-gathers of the blocks and their experts, once each."""
     of_blocks = sum(machine.gather_seconds(machine.ranks * nbytes) for nbytes in gathered.always[1:])
     return of_blocks + gathered.expert_gathers * machine.gather_seconds(machine.ranks * gathered.expert_bytes)
 

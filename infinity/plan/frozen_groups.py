@@ -36,11 +36,8 @@ BASE_BITS = tuple(_BYTES_OF_64)
 class FrozenGroups:
     """The groups of a model in the order of its forward, the root first. Bytes are for one rank.
 
-    Attributes:
-        always: by group, bytes that each gather reads.
-        experts: by group, bytes of all routed experts in its part of a block; 0 in a dense model.
-        expert_bytes: bytes of one expert.
-        expected_share: expected share of the experts that a pass of all tokens needs.
+    always: by group, bytes that each gather reads. experts: by group, bytes of all its routed experts. expected_share:
+    expected share of the experts that a pass of all tokens needs.
     """
 
     always: tuple[int, ...]
@@ -50,8 +47,8 @@ class FrozenGroups:
 
     @classmethod
     def of(cls, work: Work, *, tokens: int, base_bits: int = 16) -> FrozenGroups:
-        """Return the groups of `work.model`. `tokens`: tokens of all ranks that pass through a group while it is
-        gathered. `base_bits`: one of BASE_BITS; 16 is also the size of gathered elements."""
+        """Return the groups of `work.model`, through which `tokens` of all ranks pass while one is gathered. base_bits:
+        16 is also the size of gathered elements."""
 
         def in_files(numel: int) -> int:
             shard = -(-numel // work.ranks)
@@ -76,17 +73,15 @@ class FrozenGroups:
 
     @property
     def expected_experts_bytes(self) -> float:
-        """Expected bytes of the experts that a pass of all tokens needs."""
         return self.expected_share * sum(self.experts)
 
     @property
     def expert_gathers(self) -> float:
-        """Expected number of those experts."""
+        """Expected number of the experts that a pass of all tokens needs."""
         return self.expected_experts_bytes / self.expert_bytes if self.expert_bytes else 0.0
 
     @property
     def expected_bytes(self) -> float:
-        """Expected bytes of all groups that a pass of all tokens needs."""
         return sum(self.always) + self.expected_experts_bytes
 
     @property
@@ -103,9 +98,7 @@ class FrozenGroups:
 
     def lora_read_bytes(self, room_bytes: int, passes: int) -> tuple[float, float]:
         """Return the bytes that a step of `passes` passes reads: groups that every pass needs, and routed experts.
-
-        `room_bytes`: bound for reads ahead. Blocks are gathered twice, the root once. Staged groups are not read.
-        """
+        Blocks are gathered twice, the root once; staged groups are not read."""
         blocks = range(1, len(self))
         uses = [0, *blocks, *reversed(blocks)] * passes
         of_uses = [self.always[unit] for unit in uses]

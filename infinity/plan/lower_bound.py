@@ -1,7 +1,4 @@
-"""Lower bounds for measured steps: the bytes that a step must move, and its least time.
-
-16-bit model, fp32 state, gradients in host memory (docs/architecture.md, "The sum").
-"""
+"""The bytes that a step must move, and its least time: docs/architecture.md, "The sum"."""
 
 from __future__ import annotations
 
@@ -14,14 +11,8 @@ from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of one rank that a step treats alike.
-
-    Attributes:
-        numel: number of elements.
-        gathers: gathers of each per step; see `live.LivePlan.gathers`. Two per micro-batch, fewer if they stay
-        gathered.
-        compute_on_nvme: True if gathers read them from NVMe, False if from ordinary host memory.
-    """
+    """Elements of one rank that a step treats alike. gathers: of each per step; see `live.LivePlan.gathers`.
+    compute_on_nvme: False if gathers read them from ordinary host memory."""
 
     numel: int
     gathers: int = 2
@@ -29,10 +20,8 @@ class Part:
 
 
 def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
-    """Return the bytes of `part` that a step moves with all of its state on NVMe: compute parameters, and other state.
-
-    The units are single bytes.
-    """
+    """Return the bytes of `part` that a step moves with all state on NVMe: compute parameters, and other state. Units:
+    bytes."""
     if not part.compute_on_nvme:  # masters are stored in full
         full = replace(scheme, master_weights="full")
         return Candidate(0, 1, 0, 0), Candidate(math.ceil(full.other_state_bytes() * part.numel), 1, 1, 1)
@@ -43,29 +32,22 @@ def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
 
 
 def step_bytes(part: Part, scheme: Scheme) -> tuple[int, int]:
-    """Return the minimum bytes (read, written) of a step with nothing cached.
-
-    With everything paged, one micro-batch and updates in the passes: 14 P and 12 P ([Note: Schemes] in scheme.py).
-    """
+    """Return the minimum bytes (read, written) of a step with nothing cached."""
     return moved_bytes(candidates_of(part, scheme), (0, 0))
 
 
 @dataclass(frozen=True)
 class DriveSpeed:
-    """The drives' rates for one rank (bytes per second).
-
-    Attributes:
-        read_bytes_per_s, write_bytes_per_s: rates of reading alone and writing alone.
-        mixed: rates of reads and of writes at the same time; None for drives that alternate.
-    """
+    """The drives' rates for one rank (bytes per second). mixed: rates of reads and of writes at the same time; None for
+    drives that alternate."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed: tuple[float, float] | None = None
 
     def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Return the least time for these bytes: R / BW_read + W / BW_write when alternating. If reading and writing at
-        once is faster, it does so while both remain, and then moves the remainder alone."""
+        """Return the least time for these bytes. If reading and writing at once is faster than alternating, it does so
+        while both remain, and then moves the remainder alone."""
         seconds = 0.0
         reads, writes = self.mixed or (0.0, 0.0)
         if reads / self.read_bytes_per_s + writes / self.write_bytes_per_s > 1:  # faster than alternating

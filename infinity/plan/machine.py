@@ -13,23 +13,10 @@ from infinity.plan.lower_bound import DriveSpeed
 class Machine:
     """One or more equal nodes. Rates are in bytes per second.
 
-    Attributes:
-        name: for people.
-        nodes: number of nodes.
-        ranks_per_node: GPUs per node; processes if the CPU computes.
-        device_is_host: True if the CPU computes.
-        device_bytes: memory of one GPU; unused if `device_is_host`.
-        flops_per_s: operations per second that one rank reaches in training (not its peak).
-        device_bytes_per_s: memory bandwidth of one GPU.
-        link_bytes_per_s: rate between host and one GPU, each way.
-        host_bytes, host_bytes_per_s: memory of one node and its bandwidth.
-        drive_bytes: capacity of one node's drives together; 0 for none or unknown.
-        drive_free_bytes: usable part of it; None for all.
-        drive: rates of one node's drives together.
-        node_link_bytes_per_s: rate between GPUs of one node, out of one GPU.
-        network_bytes_per_s: rate out of one node to the others.
-        collective_seconds: fixed cost of a collective.
-        group_seconds: fixed cost of a use of a group: launches, hooks, Python.
+    flops_per_s: that one rank reaches in training (not its peak). device: one GPU, unused if `device_is_host`, when the
+    CPU computes. link: between host and one GPU, each way. host, drive: of one node. drive_free_bytes: None for all of
+    `drive_bytes`, which is 0 if unknown. node_link: out of one GPU to others of the node. network: out of one node.
+    collective_seconds, group_seconds: fixed cost of a collective, and of a use of a group (launches, hooks, Python).
     """
 
     name: str
@@ -55,11 +42,8 @@ class Machine:
         return self.nodes * self.ranks_per_node
 
     def gather_seconds(self, nbytes: float) -> float:
-        """Return the seconds of an all-gather to `nbytes`, or a reduce-scatter from it, over all ranks.
-
-        Data from a rank's own node comes over the node's links, other data once per node over the network; the slower
-        decides.
-        """
+        """Return the seconds of an all-gather to `nbytes`, or a reduce-scatter from it, over all ranks. Data from a
+        rank's own node comes over the node's links, other data once per node over the network; the slower decides."""
         if self.ranks == 1:
             return 0.0
         in_node = nbytes * (self.ranks - 1) / self.ranks / self.node_link_bytes_per_s
@@ -78,7 +62,6 @@ class Machine:
         )
 
     def memory_bytes_per_s(self, *, of_host: bool) -> float:
-        """Return one rank's bandwidth of the host's memory, or of the memory that it computes in."""
         of_host = of_host or self.device_is_host
         return self.host_bytes_per_s / self.ranks_per_node if of_host else self.device_bytes_per_s
 

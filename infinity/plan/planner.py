@@ -1,7 +1,5 @@
-"""The plan of a training on a machine given as numbers: whether it fits, the step time, and what limits it.
-
-The step is simulated (simulator.py) with the memory and bytes of estimate.py. Nothing is measured here.
-"""
+"""The plan of a training on a machine given as numbers: whether it fits, the step time, and what limits it. Measures
+nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from infinity.schedule.timeline import Interval, total, united
 from infinity.units import DAY_SECONDS, format_bytes
 
 USABLE = 0.95
-"""Share of a memory that can be planned with; the remainder is for fragmentation and other users."""
+"""Share of a memory that can be planned with."""
 
 RATED_DAYS = 5 * 365
 """Days for which drives are rated, at one drive write per day (DWPD)."""
@@ -45,21 +43,16 @@ AS_FAST = 1.02
 
 
 PASSES_SIMULATED_MAX = 8
-"""Maximum number of passes simulated for a step that does not fit: more take seconds, for a number of little use."""
+"""Passes simulated for a step that does not fit: more take seconds, for a number of little use."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """The plan of one strategy.
 
-    Attributes:
-        strategy, machine, work, pipeline: the planned configuration; the work as it will be done (`Work.unasked`).
-        cache: bytes that one rank keeps in pinned memory from step to step.
-        memory: memory of one rank.
-        reasons: why it does not fit, one sentence each; empty if it fits.
-        simulated: the step of one rank; None if not even one group fits.
-        lower_bound_seconds: the larger of compute, and the bytes of the step over the drives' bandwidth.
-        plain_bytes: bytes (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
+    work: as it will be done (`Work.unasked`). reasons: why it does not fit. simulated: None if not even one group fits.
+    lower_bound_seconds: the larger of compute, and the bytes of the step over the drives' bandwidth. plain_bytes:
+    (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
     """
 
     strategy: Strategy
@@ -84,12 +77,10 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all ranks."""
         return self.work.tokens / self.step_seconds if self.simulated else 0.0
 
     @property
     def bound(self) -> str:
-        """Resource that sets the lower bound: "compute" or "the drive"."""
         return "compute" if self.lower_bound_seconds <= self.work.flops / self.machine.flops_per_s else "the drive"
 
     @property
@@ -98,7 +89,6 @@ class Plan:
 
     @property
     def written_bytes_per_token(self) -> float:
-        """Bytes written per token, to the drives of all nodes."""
         return self.simulated.written_bytes * self.machine.ranks / self.work.tokens if self.simulated else 0.0
 
     @property
@@ -168,11 +158,8 @@ def plan_step(
 ) -> Plan:
     """Return the plan of one strategy.
 
-    Args:
-        work, machine, strategy: the configuration to plan.
-        pinned_bytes: size of each rank's pool, without its host cache; None for a comfortable one.
-        cache_bytes: size of each rank's host cache. None: all remaining memory, or nothing if that is faster. Ignored
-            for durable work, which caches nothing there.
+    pinned_bytes: size of each rank's pool; None for a comfortable one. cache_bytes: size of each rank's host cache.
+    None: all remaining memory, or nothing if that is faster. Durable work caches nothing.
 
     A cache minimises the bytes moved, but cached elements are not updated speculatively. So it may leave all updates to
     the forward, which waits for the drive while the backward leaves it idle.
@@ -223,8 +210,7 @@ def updated_late(work: Work) -> Work:
 
 
 def _is_worth_it(early: Plan, later: Plan) -> bool:
-    """Return True if default speculative updates are planned instead of updates in the forward. That is so if the
-    engine would make them, and the step is no longer."""
+    """Return True if the engine would make default speculative updates, and the step is no longer than without."""
     second = second_slot_bytes(early.work, early.strategy, early.cache)
     needed = (early.memory.nvme_bytes + second) * early.machine.ranks_per_node
     has_effect = early.discarded_bytes[1] > 0 and needed <= early.machine.drive_room_bytes
@@ -232,7 +218,6 @@ def _is_worth_it(early: Plan, later: Plan) -> bool:
 
 
 def rates_of(machine: Machine, strategy: Strategy) -> tuple[DriveSpeed, float]:
-    """Return one rank's share of the drives, and the rate of the link to its device (bytes per second)."""
     drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
     return drive, math.inf if machine.device_is_host else machine.link_bytes_per_s
 
@@ -246,7 +231,6 @@ def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None
 def place(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
 ) -> tuple[Pipeline, HostCache, Memory, list[str]]:
-    """Place all states; return the pipeline, cache and memory, and the reasons why that does not fit."""
     host_bytes = machine.host_bytes / machine.ranks_per_node
     on_host = machine.device_is_host
     if work.durable:
@@ -263,7 +247,6 @@ def place(
 
 
 def _tiers(memory: Memory, machine: Machine, drive_room_bytes: float) -> list[tuple[str, int, float, str]]:
-    """Return each tier's name, the bytes needed and available, and their owner."""
     ranks = machine.ranks_per_node
     tiers = [
         ("host memory", memory.host_bytes * ranks, USABLE * machine.host_bytes, "a node"),
@@ -282,12 +265,8 @@ def share_needed(memory: Memory, machine: Machine) -> float:
 
 
 def what_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: float, pool: tuple[int, int] | None) -> list[str]:
-    """Return a sentence for each tier that lacks memory for all ranks of a node, and for anything that NVMe lacks.
-
-    Args:
-        drive_room_bytes: usable part of the drives.
-        pool: bytes of the pinned pool, and the fewest with which it works; None if NVMe is not used.
-    """
+    """Return a sentence for each tier that lacks memory. pool: bytes of the pinned pool, and the fewest with which it
+    works; None if NVMe is not used."""
     reasons = []
     for tier, need, have, where in _tiers(memory, machine, drive_room_bytes):
         if need > have:
@@ -317,7 +296,6 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
 def plans_for(
     work: Work, machine: Machine, *, pinned_bytes: int | None = None, cache_bytes: int | None = None
 ) -> list[Plan]:
-    """Return a plan for every strategy that differs on `machine`, fastest first; see `plan_step`."""
     return [
         plan_step(work, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
         for strategy in strategies_on(machine)

@@ -25,19 +25,17 @@ NORM_BYTES = 4
 """The same for the norm of the gradients."""
 
 CLIP_BYTES = 8
-"""The same for clipping: one read, one write. (Gradients of offloaded state are scaled in the update.)"""
+"""The same for clipping. (Gradients of offloaded state are scaled in the update.)"""
 
 SIMULATED_SUB_GROUPS_MAX = 4096
-"""Maximum number of simulated sub-groups; beyond it, neighbours are simulated as one."""
+"""Beyond this number, neighbours are simulated as one."""
 
 
 def step_of(
     work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache, *, discards: bool = False
 ) -> Step:
-    """Return the step of one rank for the simulator: a group per block, and the root, which stays gathered.
-
-    `discards`: True for a run in which all steps discard their speculative updates, and repeat them in the forward.
-    """
+    """Return the step of one rank for the simulator: a group per block, and the root, which stays gathered. discards:
+    all steps discard their speculative updates, and repeat them in the forward."""
     program = _ProgramOfRank(work, machine, strategy, pipeline, cache, discards=discards)
     buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
     return Step(
@@ -59,8 +57,6 @@ class _Elements(NamedTuple):
 
 
 class _ProgramOfRank:
-    """Writes the program of one rank's training thread in a step."""
-
     def __init__(
         self,
         work: Work,
@@ -136,8 +132,8 @@ class _ProgramOfRank:
         self._pass(range(len(self._numels)), use, self._save)
 
     def _pass(self, groups: Sequence[int], use: Callable[[int], None], finish: Callable[[int, int], None]) -> None:
-        """Add the uses of these groups, and after each use those that `finish` adds, given the use's place. If the device is
-        not the host, `finish` runs once the next use is in flight."""
+        """Add the uses of these groups, and what `finish` adds after each, given the use's place: if the device is not
+        the host, once the next use is in flight."""
         behind = not self._machine.device_is_host
         used: list[tuple[int, int]] = []
         for group in groups:
@@ -149,11 +145,9 @@ class _ProgramOfRank:
             finish(*used[-1])
 
     def _save(self, group: int, place: int) -> None:
-        """Add the writes of a use's saved activations to the drive."""
         self._program += [part._replace(write_bytes=part.lease_bytes, after=place) for part in self._passing(group)]
 
     def _passing(self, group: int) -> list[SubGroup]:
-        """Return a group's saved activations as parts that fit the buffer."""
         nbytes = self._saved_on_drive[group]
         count = math.ceil(nbytes / max(1, self._work.activation_buffer_bytes // BUFFER_SHARES))
         return [SubGroup(lease_bytes=round(nbytes / max(1, count)), name=f"activations of group {group}")] * count
@@ -199,7 +193,6 @@ class _ProgramOfRank:
         self._program += waiting
 
     def _spill(self, group: int, place: int, *, again: bool) -> None:
-        """Add the writes of a use's gradients, which wait for the update on NVMe."""
         nbytes = self._spilled[group]
         count = max(1, math.ceil(self._shards[group] / self._sub_group_numel))
         sub_group = SubGroup(
@@ -212,7 +205,7 @@ class _ProgramOfRank:
         self._program += [sub_group] * count
 
     def _use(self, group: int, *, backward: bool, is_there: bool) -> None:
-        """Add one use of a group. `is_there`: True if its compute parameters are staged, or just made by its update."""
+        """Add one use of a group. `is_there`: its compute parameters are staged, or just made by its update."""
         work, machine, strategy = self._work, self._machine, self._strategy
         tokens = work.samples_at_once * work.model.seq
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
@@ -265,7 +258,6 @@ class _ProgramOfRank:
         self._add_sub_groups(part.numel, read, written, muon_seconds, into=into, after=after)
 
     def _step(self) -> None:
-        """Add all sub-groups of a step; cached bytes are spread evenly."""
         compute, other = sum(self._compute_bytes), sum(self._other_state_bytes)
         read = other + sum(self._spilled)
         if self._work.scheme.compute_is_state():
@@ -300,7 +292,6 @@ class _ProgramOfRank:
 
 
 def update_bytes(strategy: Strategy, scheme: Scheme) -> float:
-    """Return the memory traffic of an update per element, without norm and clipping."""
     fused = PARAMETER_BYTES + scheme.moments * 2 * scheme.moment_bytes
     if not strategy.on_host:
         return fused

@@ -16,15 +16,8 @@ from infinity.schedule.timeline import Interval
 class Simulated:
     """The outcome of a step.
 
-    Attributes:
-        seconds: from its start until its last byte is written.
-        gradient_seconds: from its start until all gradients are in host memory.
-        stall_seconds: time without training thread and compute, waiting for bytes from the drive.
-        read_bytes, written_bytes: bytes from and to the drive.
-        to_device_bytes, to_host_bytes: bytes over the link.
-        pool_bytes_peak: most bytes leased at once.
-        live_bytes_peak: most bytes gathered at once.
-        timeline: intervals of read, write, to_device, to_host, network, compute and update.
+    gradient_seconds: until all gradients are in host memory. stall_seconds: time without training thread and compute,
+    waiting for bytes from the drive. pool_bytes_peak, live_bytes_peak: most bytes leased, and gathered, at once.
     """
 
     seconds: float = 0.0
@@ -82,8 +75,6 @@ _DIRECTIONS = ("read", "write")
 
 @dataclass(slots=True)
 class _Transfer:
-    """One read or write of the drive: its remaining bytes, and the call at its end."""
-
     left: float
     name: str
     call: Callable[[float, int], None]
@@ -121,7 +112,6 @@ class Drive:
             self._go_on(time)
 
     def demand(self, time: float, wanted: bool) -> None:
-        """Set `demanded`: True if the thread waits for a read now."""
         if wanted != self.demanded:
             self.demanded = wanted
             if self._mixed is None and self._queues[WRITE]:

@@ -27,7 +27,7 @@ from infinity.plan.work import Work
 from infinity.schedule.scheme import Scheme, choose_update
 
 SIMULATED_MAX = 8
-"""Maximum number of steps that a search simulates; usually a few suffice."""
+"""Steps that a search simulates at most; usually a few suffice."""
 
 HELD_SHARE = 0.8
 """Share of the gradients in a bound; others are updated before their forward: [Note: Balance of the passes]."""
@@ -44,11 +44,7 @@ def fastest_work(
 ) -> Work:
     """Return the work with the fastest step that fits; if none fits, the one that lacks the smallest share of a memory.
 
-    Args:
-        asked: the requested step. For `pinned_bytes` and `cache_bytes` see `planner.plan_step`.
-        sequences: sequences of a step on one rank.
-        left_open: attributes of `Work` to choose, of "samples", "micro_batches_at_once", "checkpointing", "activations"
-            and "gradient_bytes_max".
+    sequences: of a step on one rank. left_open: the attributes of `Work` to choose.
     """
     ways: list[_Way] = []
     nearest, least_share = asked, math.inf
@@ -96,7 +92,6 @@ class _Way:
 
     @property
     def elsewhere(self) -> int:
-        """Bytes of saved activations that leave the device in a pass."""
         return sum(self.work.saved_elsewhere(device_is_host=self.machine.device_is_host))
 
     def estimated_seconds(self) -> float:

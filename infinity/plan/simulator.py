@@ -33,10 +33,8 @@ from infinity.schedule.timeline import Interval
 
 
 def simulate(step: Step, drive: DriveSpeed, link_bytes_per_s: float = math.inf) -> Simulated:
-    """Simulate `step` with one rank's share of the drives, and a link between host and device of this rate.
-
-    Raises BudgetError if the pool cannot hold all bytes needed at once.
-    """
+    """Simulate `step` with one rank's share of the drives, and a link between host and device of this rate. Raises
+    BudgetError if the pool cannot hold all bytes needed at once."""
     clock, result = Clock(), Simulated()
     drives, link = Drive(drive, clock, result.timeline), Link(link_bytes_per_s, result.timeline)
     thread = _Thread(step, clock, drives, link, result)
@@ -143,7 +141,6 @@ class _Thread:
             self._update(time, place, item)
 
     def _fill(self, group: int) -> bool:
-        """Lease room for new compute parameters until their use; return True if it is leased."""
         if self._states[group] is _State.ON_NVME:
             if not self._make_room(self._lease_bytes[group]):
                 return False
@@ -206,7 +203,6 @@ class _Thread:
         return uses[0] if uses and uses[0] < self._wanted_up_to else None
 
     def _look_ahead(self, time: float, place: int) -> None:
-        """Start reading the units that the policy wants staged with `place` items begun, while there is room."""
         before, self._wanted_up_to = self._wanted_up_to, self._ends[place]
         for unit in self._units[before : self._wanted_up_to]:
             self._staged.need(unit, self._needed_at(unit))
@@ -219,7 +215,6 @@ class _Thread:
             self._read_up_to += 1
 
     def _take(self, time: float, place: int) -> None:
-        """Mark the unit of item `place` as in use."""
         unit = self._units[place]
         self._staged.discard(unit)
         self._states[unit] = _State.IN_USE
@@ -235,7 +230,6 @@ class _Thread:
     # Groups
 
     def _begin_use(self, time: float, place: int, use: Use) -> None:
-        """Begin the use of a staged group: copy, gather and compute follow in order."""
         timeline = self._result.timeline
         self._gathers[use.group] += 1
         self._take(time, place)
@@ -283,7 +277,6 @@ class _Thread:
         self._clock.at(end, self._reduced, place)
 
     def _reduced(self, time: float, place: int) -> None:
-        """Note that a use's gradients or activations are in host memory."""
         self._gradients_at[place] = self._result.gradient_seconds = time
         self._uses_left -= 1
         if not self._step.overlap_gathers:

@@ -12,15 +12,10 @@ from infinity.schedule.readahead import plan_look_ahead
 class Use(NamedTuple):
     """One use of a group: in a forward or a backward.
 
-    Attributes:
-        group: number of the group.
-        read_bytes: bytes to read if the group is not staged; fewer than the group's if part of it is resident.
-        compute_bytes: bytes of its shard's compute parameters copied to the device.
-        gather_seconds, compute_seconds, reduce_seconds: times of all-gather, computation and reduce-scatter.
-        gradient_bytes: bytes of its shard's gradients copied to host memory.
-        saved_bytes, restored_bytes: bytes of activations copied to host memory after the computation, and back before
-        it.
-        live_bytes: bytes on the device from the gather to the end of the computation.
+    read_bytes: to read if the group is not staged; fewer than the group's if part of it is resident. compute_bytes,
+    gradient_bytes: of its shard, copied to the device, and to host memory. saved_bytes, restored_bytes: activations
+    copied to host memory after the computation, and back before it. live_bytes: on the device from the gather to the
+    end of the computation.
     """
 
     group: int
@@ -38,15 +33,10 @@ class Use(NamedTuple):
 class SubGroup(NamedTuple):
     """An update of one sub-group, or any other read, write or both between uses.
 
-    Attributes:
-        read_bytes, write_bytes: bytes from and to the drive.
-        lease_bytes: bytes of the pool, from the start of its read to the end of its write.
-        update_seconds: time of the update.
-        compute_bytes: bytes of new compute parameters copied to the device.
-        into: group whose compute parameters it makes, used next: leased from then on, and staged until that use. None
-            for no group.
-        after: place of the use whose gradients or activations it takes. None if these are there already.
-        name: name in the timeline; empty for its place.
+    lease_bytes: of the pool, from the start of its read to the end of its write. compute_bytes: new compute parameters
+    copied to the device. into: group whose compute parameters it makes, used next: leased from then on, and staged
+    until that use. after: place of the use whose gradients or activations it takes; None if these are there already.
+    name: in the timeline; empty for its place.
     """
 
     read_bytes: int = 0
@@ -60,33 +50,21 @@ class SubGroup(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A wait for all gradients, followed by work on them, such as the norm. No group is kept staged across it.
-
-    Attributes:
-        seconds: time of that work.
-        reads_go_on: True if later items may be read before it; False if their bytes have yet to be written.
-    """
+    """A wait for all gradients, followed by `seconds` of work on them, such as the norm. No group is kept staged across
+    it. reads_go_on: later items may be read before it; False if their bytes have yet to be written."""
 
     seconds: float = 0.0
     reads_go_on: bool = False
 
 
 Program = Sequence[Use | SubGroup | Pause]
-"""Items of the training thread, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step.
-
-    Attributes:
-        program: see `Program`.
-        group_bytes: lease of each group.
-        look_ahead_bytes: bound for groups and sub-groups that are read ahead.
-        sub_groups_ahead: sub-groups read ahead after a pause.
-        pool_bytes: size of the pinned pool.
-        overlap_gathers: True if a gather overlaps the computation before it.
-    """
+    """A step. group_bytes: lease of each group. look_ahead_bytes: bound for groups and sub-groups that are read ahead.
+    sub_groups_ahead: sub-groups read ahead after a pause. overlap_gathers: a gather overlaps the computation before
+    it."""
 
     program: Program
     group_bytes: Sequence[int]

@@ -9,13 +9,8 @@ from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update
 
 @dataclass(frozen=True)
 class Strategy:
-    """A placement of a model's states.
-
-    Attributes:
-        name: for people.
-        stage: ZeRO stage; 2 keeps parameters gathered from forward to backward, 3 gathers them for each use.
-        parameters, optimizer: "none" (the device), "cpu" or "nvme", as in offload_param and offload_optimizer.
-    """
+    """A placement of a model's states. stage: ZeRO stage; 2 keeps parameters gathered from forward to backward.
+    parameters, optimizer: "none" (the device), "cpu" or "nvme", as in offload_param and offload_optimizer."""
 
     name: str
     stage: int
@@ -52,7 +47,6 @@ class Strategy:
         return scheme.late if in_step and scheme.update == "backward" else scheme.update
 
     def all_gradients_wait(self, scheme: Scheme) -> bool:
-        """Return True if gradients of all groups are kept until the step."""
         return self.update_of(scheme) != "backward" or scheme.speculative
 
 

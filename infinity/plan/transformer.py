@@ -19,13 +19,8 @@ LINEAR_FACTOR = 18
 class Experts:
     """The routed experts of a mixture, of which each token uses a few. (Shared ones are a part of the block.)
 
-    Attributes:
-        count: number of experts of a block that has them.
-        per_token: number of experts that a token uses in such a block.
-        numel: parameters of one expert.
-        linear_width: inputs and outputs of its linear layers.
-        blocks: numbers of the blocks that have experts.
-        dense_block_numel, dense_linear_width: values of a block without experts.
+    linear_width: inputs and outputs of one expert's linear layers. blocks: numbers of the blocks that have experts.
+    dense_block_numel, dense_linear_width: values of a block without experts.
     """
 
     count: int
@@ -46,20 +41,11 @@ class Experts:
 class Transformer:
     """The shape of a model.
 
-    Attributes:
-        layers: number of blocks, each a group of its own.
-        hidden: hidden size.
-        heads: attention heads.
-        seq: tokens per sample.
-        vocab: size of the vocabulary.
-        block_numel: parameters of a block; of a block with experts, if there are any.
-        root_numel: parameters outside the blocks: embeddings, the head, the last norm.
-        linear_width: inputs and outputs of a block's linear layers, with experts if there are any; None for a GPT's.
-        vector_numel: known parameters of a block that are in no matrix: norms and biases.
-        matrices: shapes of a block's matrices; None for a GPT's.
-        cache_width: numbers that generation keeps per token and block, its keys and values; None for 2 · hidden.
-        experts: experts of a mixture; None for a dense model.
-        tied_numel: parameters of the token embedding, if the head shares them.
+    block_numel, linear_width (inputs and outputs of the linear layers; None for a GPT's): of a block, with experts if
+    there are any. root_numel: parameters outside the blocks: embeddings, the head, the last norm. cache_width: numbers
+    that generation keeps per token and block; None for 2 · hidden. vector_numel: known parameters of a block that are
+    in no matrix. matrices: shapes of a block's matrices; None for a GPT's. tied_numel: parameters of the token
+    embedding, if the head shares them.
     """
 
     layers: int
@@ -123,7 +109,6 @@ class Transformer:
         return rank * (sparse * width + (self.layers - sparse) * self.experts.dense_linear_width)
 
     def cache_bytes(self, samples: int) -> int:
-        """Return the bytes of keys and values of all tokens of `samples` samples, in 16 bits."""
         width = 2 * self.hidden if self.cache_width is None else self.cache_width
         return 2 * samples * self.seq * self.layers * width
 

@@ -36,28 +36,15 @@ def moments_of(optimizer: str, model: Transformer) -> float:
 class Work:
     """The work of one rank in a step.
 
-    Attributes:
-        model: the whole model.
-        ranks: number of ranks over which it is sharded.
-        samples: samples of one micro-batch of one rank.
-        micro_batches: micro-batches per step.
-        micro_batches_at_once: micro-batches that pass through a group before the next group, as
-            infinity.micro_batches_at_once. A divisor of `micro_batches`: all is the vertical schedule, one the
-            horizontal.
-        checkpointing: True if activations are kept only between blocks, and recomputed.
-        groups_per_block: number of groups into which the parts of a block are wrapped.
-        clipping: True if the norm of all gradients is computed, and they are scaled by it.
-        scheme: scheme of state on NVMe.
-        gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe. None: all
-        fit.
-        activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
-            infinity.offload_activations.
-        activation_host_bytes_max: host memory for those with "cpu"; the others stay on the device. None: all go there.
-        activation_buffer_bytes_max: pinned buffer for those on NVMe; None for as much as they need.
-        durable: True if every step is committed: state on NVMe then has two slots, and all of it must be there.
-        muon: True if Muon updates the matrices of the blocks, and AdamW all other parameters; see `moments_of`.
-        unasked: True if speculative updates are a default, not requested. They are planned if they have an effect, make
-            no step longer, and leave as much space free as their second slots take; else updates are in the forward.
+    micro_batches_at_once: micro-batches that pass through a group before the next group; all of them is the vertical
+    schedule, one the horizontal. checkpointing: activations are kept only between blocks, and recomputed.
+    groups_per_block: into which the parts of a block are wrapped. clipping: the norm of all gradients is computed, and
+    they are scaled. gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe.
+    activations: where saved activations wait: "none" (the device), "cpu" or "nvme"; of these activation_host_bytes_max
+    is for "cpu", the others staying on the device, and activation_buffer_bytes_max the pinned buffer for "nvme".
+    durable: every step is committed: state on NVMe has two slots. muon: see `moments_of`. unasked: speculative updates
+    are a default, planned if they have an effect, make no step longer, and leave as much space free as their second
+    slots take; else updates are in the forward.
     """
 
     model: Transformer
@@ -88,7 +75,6 @@ class Work:
 
     @property
     def samples_at_once(self) -> int:
-        """Samples of one rank that pass through a group before it is released."""
         return self.samples * self.micro_batches_at_once
 
     @cached_property
@@ -114,7 +100,6 @@ class Work:
 
     @property
     def group_active_numels(self) -> list[int]:
-        """Parameters of each group that a token uses."""
         experts = self.model.experts
         if experts is None:
             return self.group_numels
@@ -153,7 +138,6 @@ class Work:
         return [shard if is_left_to_forward(number) else 0 for number, shard in enumerate(self.group_shards)]
 
     def gradients_that_wait(self, strategy: Strategy) -> int:
-        """Return the number of gradient elements kept until the step."""
         if strategy.all_gradients_wait(self.scheme):
             return self.shard_numel
         return sum(self.left_to_forward(strategy))
@@ -199,12 +183,10 @@ class Work:
 
     @property
     def saved_tensor_bytes(self) -> int:
-        """Bytes of the largest saved tensor."""
         return self.model.saved_tensor_bytes(self.samples, checkpointing=self.checkpointing)
 
     @property
     def activation_buffer_bytes(self) -> int:
-        """Bytes of the pinned buffer for saved activations on NVMe."""
         if self.activations != "nvme":
             return 0
         least = max(BUFFER_BYTES_DEFAULT, align_up(BUFFER_SHARES * self.saved_tensor_bytes))
@@ -233,5 +215,4 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a step on one rank."""
         return self.passes * self.model.flops(self.samples_at_once, checkpointing=self.checkpointing)

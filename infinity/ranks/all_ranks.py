@@ -23,7 +23,6 @@ def from_all_ranks(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
 
 
 def from_first_rank(value: _T) -> _T:
-    """Return the value passed by the first rank. A collective of all ranks."""
     values = [value]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(values)
@@ -45,10 +44,10 @@ def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block without collectives on all ranks of `group` (None: all ranks); if it fails on one, it fails on all.
+    """Run a block without collectives on all ranks of `group`; if it fails on one, it fails on all. A collective at its
+    end.
 
-    A collective at its end. If the block raises on a rank, that rank raises its own error. Every other rank raises one
-    of the same kind that names the rank and quotes it.
+    Ranks that did not fail raise an error of the same kind that names the rank and quotes it.
     """
     try:
         yield
@@ -66,7 +65,7 @@ def first_of_ranks(value: _T | None, group: dist.ProcessGroup | None = None) -> 
 
 
 def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
-    """Exchange errors: send this rank's, and return the first one, as this rank raises it."""
+    """Send this rank's error, and return the first one, as this rank raises it."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     report = None if error is None else (dist.get_rank(), type(error).__name__, str(error))
@@ -75,7 +74,6 @@ def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Excep
 
 
 def restated(rank: int, kind: str, text: str) -> Exception:
-    """Return another rank's error as this rank raises it."""
     error_type = getattr(errors, kind, None)
     if not (isinstance(error_type, type) and issubclass(error_type, InfinityError)):
         return InfinityError(f"rank {rank}: {kind}: {text}" if text else f"rank {rank} was ended by {kind}")

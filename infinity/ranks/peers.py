@@ -55,7 +55,7 @@ GRACE_SECONDS = 5.0
 _WAIT_SECONDS = 0.02
 _LOOK_SECONDS = 1.0
 _NAMES_KEPT = 4
-"""Number of passes whose name the store keeps; ranks are at most one apart if passes have operations."""
+"""Passes whose name the store keeps; ranks are at most one apart if passes have operations."""
 _NOBODY = -1
 """Rank of a cause that is not one rank's error."""
 _numbers = itertools.count()
@@ -73,7 +73,6 @@ class _Report:
     standing: list[str]
 
     def as_error(self) -> Exception:
-        """Return it as another rank raises it."""
         return InfinityError(self.text) if self.rank == _NOBODY else restated(self.rank, self.kind, self.text)
 
     def to_json(self) -> str:
@@ -94,12 +93,8 @@ class _Pass:
 
 
 class Peers:
-    """This rank among the ranks that train one model. Construction is a collective.
-
-    Args:
-        groups: the process groups whose operations passes run; the group of all ranks first.
-        gathering: the ranks that gather parameters together, including this one, and so run the same passes.
-    """
+    """This rank among the ranks that train one model. Construction is a collective. groups: the process groups whose
+    operations passes run; the group of all ranks first. gathering: the ranks that gather parameters together."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], gathering: Iterable[int]) -> None:
         self._groups = groups
@@ -126,7 +121,6 @@ class Peers:
         self._watcher.start()
 
     def check(self) -> None:
-        """Raise InfinityError if the ranks have parted."""
         if self._cause is not None:
             where = "" if self._cause.rank == _NOBODY else f" on rank {self._cause.rank}"
             raise InfinityError(
@@ -136,7 +130,6 @@ class Peers:
 
     @property
     def parted(self) -> bool:
-        """True if the ranks can no longer run collectives together."""
         return self._cause is not None
 
     def hear(self) -> None:
@@ -149,10 +142,9 @@ class Peers:
     def in_pass(self, pass_name: str, standing: Callable[[], Iterable[str]], *, last: bool = False) -> Iterator[None]:
         """Run what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
-        `pass_name`: such as "a forward". `standing`: returns this rank's state, its step first; ranks with another
-        state after an error have parted. `last`: no pass follows, so the store may be gone. If the pass fails on
-        another rank, raises an error of the same kind that names the rank and quotes it; InfinityError if that rank is
-        in another pass.
+        standing: returns this rank's state, its step first; ranks with another state after an error have parted. last:
+        no pass follows, so the store may be gone. If the pass fails on another rank, raises an error of the same kind
+        that names the rank and quotes it; InfinityError if that rank is in another pass.
         """
         if not self._alone and os.getpid() != self._pid:
             raise InfinityError(
@@ -183,10 +175,8 @@ class Peers:
             raise self._cause.as_error()
 
     def leave(self, pass_name: str, standing: Callable[[], Iterable[str]]) -> None:
-        """Report that this rank runs no more passes, as `pass_name` ("a close after an error"). No collective.
-
-        Ranks that wait for it in a pass fail, as if it were in another pass.
-        """
+        """Report that this rank runs no more passes, as `pass_name` ("a close after an error"): ranks that wait for it
+        fail. No collective."""
         if self._others and not self.parted:
             self._passes += 1
             with _while_the_store_lasts():
@@ -200,7 +190,7 @@ class Peers:
             self._watcher = None
 
     def _fail(self, error: BaseException, standing: list[str], running: _Pass) -> None:
-        """Handle a failed pass: return if this rank is to raise its own error, else raise that of another rank."""
+        """Return if this rank is to raise its own error, else raise that of another rank."""
         report = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
         try:
             cause = self._known_cause()
@@ -254,7 +244,6 @@ class Peers:
         return f"{self._name}/pass {number % _NAMES_KEPT}/{rank}"
 
     def _settled_cause(self, report: _Report) -> _Report:
-        """Record `report` as the cause unless there is one, and return the cause."""
         return _Report.of(self._store.compare_set(f"{self._name}/cause", "", report.to_json()))
 
     def _known_cause(self) -> _Report | None:
@@ -312,7 +301,6 @@ class Peers:
 
 
 def _watch(peers: weakref.ref[Peers], closing: threading.Event) -> None:
-    """Run the watcher until `close`, or until the peers are gone."""
     while not closing.wait(_LOOK_SECONDS):
         watched = peers()
         if watched is None or watched.look():

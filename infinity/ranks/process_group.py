@@ -28,9 +28,7 @@ _CONNECT_SECONDS_MAX = 20.0
 _numbers = itertools.count()
 _lock = threading.Lock()
 _group: dist.ProcessGroup | None = None
-"""The group that was made here, if any."""
 _users = 0
-"""Number of its users; the last one closes it."""
 
 
 def ensure_process_group() -> Callable[[], None]:

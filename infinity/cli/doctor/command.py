@@ -1,7 +1,4 @@
-"""`infinity-bench doctor`: checks whether training with NVMe works here, and what would make it work better.
-
-Runs the checks, prints what they find, and leaves no files. Main thread.
-"""
+"""`infinity-bench doctor`: runs all checks and prints what they find. Leaves no files. Main thread."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Report on the path. Returns 0 if training with NVMe works there, else 1."""
     with usage_checked():
         check_files(options, "json")
     try:
@@ -93,10 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _examine(path: Path) -> Iterator[Section]:
-    """Run every check in order; the last one writes and reads under `path`.
-
-    An exception in a check becomes a finding of its section; the others still run.
-    """
+    """Run every check in order; an exception in one becomes a finding of its section."""
     path_section = Section("path", "Path")
     checks: list[tuple[Section, Callable[[Section], None]]] = [
         (Section("software", "Software"), check_software),

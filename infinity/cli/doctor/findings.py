@@ -1,4 +1,4 @@
-"""Findings of the doctor's checks, as plain data; sizes as text."""
+"""Findings of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Mark(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. name: what was checked, in snake_case. text: the result. next_move: what to do about it;
-    every WARN and FAIL has one."""
+    """One line of the report. next_move: what to do about it; every WARN and FAIL has one."""
 
     name: str
     mark: Mark

@@ -1,7 +1,5 @@
-"""The doctor's checks of the machine: software, memory, GPU, container, limits, huge pages, I/O backends.
-
-The checks import torch and the compiled core themselves, so that an import error becomes a finding.
-"""
+"""The doctor's checks of the machine. They import torch and the compiled core themselves: an import error becomes a
+finding."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from infinity.torch_versions import REQUIREMENT, TESTED, why_too_old, why_untest
 from infinity.units import GIB, MIB, format_bytes
 
 SLAB_BYTES = 64 * MIB
-"""Size of the trial slab: large enough for huge pages, small enough for any machine that trains."""
+"""Large enough for huge pages, small enough for any machine that trains."""
 
 _OPEN_FILES_MIN = 256
 _MEMORY_BYTES_MIN = 1 * GIB
@@ -28,7 +26,6 @@ _AIO_REQUESTS_MIN = 1024
 
 
 def check_software(section: Section) -> None:
-    """Check versions, and that the compiled core and torch can be loaded."""
     section.facts = {
         "infinity_version": infinity.__version__,
         "python_version": platform.python_version(),
@@ -159,7 +156,6 @@ def check_container(section: Section, container: Container) -> None:
 
 
 def check_limits(section: Section, limits: Limits, container: Container) -> None:
-    """Check the limits of the process that affect the pool, the arenas and the backends."""
     section.facts = asdict(limits)
     soft = limits.memlock_soft_bytes
     text = f"{size_text(soft)} (at most {size_text(limits.memlock_hard_bytes)})"
@@ -233,7 +229,6 @@ def check_backends(section: Section, container: Container) -> None:
 
 
 def _backend_move(name: str, container: Container) -> str:
-    """Return how to make a refused backend available. The container's settings say more than the errno."""
     if name == "io_uring":
         if container.gvisor:
             return "gVisor has no io_uring: run under the machine's own kernel (docker run --runtime=runc)"

@@ -15,11 +15,9 @@ from infinity.schedule.scheme import Scheme
 from infinity.units import GIB, MIB, PAGE_BYTES, format_bytes, format_count
 
 TRIAL_BYTES = 8 * MIB
-"""Bytes that the trial writes and reads back."""
 
 
 def check_path(section: Section, path: Path) -> None:
-    """Check that the path is a folder that can be written to, and its free space."""
     from infinity.store.run_folder import free_bytes
 
     section.facts = {"path": str(path), "usable": False, "free_bytes": None, "total_bytes": None, "free_files": None}
@@ -68,7 +66,6 @@ def refusal(path: Path) -> tuple[str, str] | None:
 
 
 def check_drive(section: Section, path: Path) -> None:
-    """Check the drive under the path, or under its nearest parent that exists."""
     drive = drive_of(existing(path))
     block_bytes = default_block_bytes(drive)
     section.facts = asdict(drive) | {"model": drive.model, "identity": drive.identity, "block_bytes": block_bytes}
@@ -110,8 +107,7 @@ def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of writing and reading back `TRIAL_BYTES`. alignment: (of memory, of offset and length) in bytes, as the
-    kernel reports it. identical: True if every bit came back. notes: what engine, pool and file were refused."""
+    """Result of the trial. alignment: (of memory, of offset and length) in bytes, as the kernel reports it."""
 
     backend: str
     direct: bool

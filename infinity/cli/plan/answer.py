@@ -24,7 +24,6 @@ from infinity.plan.planner import Plan, fastest_that_fits, plans_for, some_strat
 from infinity.plan.work import Work
 
 SEQ_MIN = 128
-"""Shortest sample (tokens) that a remedy proposes."""
 
 GROUPS_PER_BLOCK_MAX = 16
 GPUS_MAX = 8
@@ -36,7 +35,6 @@ NODE_DOUBLINGS = 6
 GB = 10**9
 
 PAIRS_MAX = 3
-"""Pairs to name if no single change is enough."""
 
 EASINGS: dict[str, dict[str, Any]] = {
     "--gradient-memory 0": {"gradient_bytes_max": 0},
@@ -45,13 +43,12 @@ EASINGS: dict[str, dict[str, Any]] = {
 """Arguments, and the attributes of `Work` that they change. [Note: Easings]"""
 
 Easing = tuple[str, ...]
-"""A subset of the arguments in EASINGS."""
 
 
 @dataclass(frozen=True)
 class Case:
     """The arguments of `planner.plans_for`. easings: sets of arguments that may be added to make it fit, in order of
-    trial, the empty set first."""
+    trial."""
 
     work: Work
     machine: Machine
@@ -63,17 +60,14 @@ class Case:
 
     @property
     def pinned_sizes(self) -> dict[str, int | None]:
-        """Arguments of every planning function."""
         return {"pinned_bytes": self.pinned_bytes, "cache_bytes": self.cache_bytes}
 
     def eased(self, easing: Easing) -> Work:
-        """Return the work with the arguments of `easing`, except those already given."""
         changes = {name: value for argument in easing for name, value in EASINGS[argument].items()}
         left_open = {name: value for name, value in changes.items() if getattr(self.work, name) in (None, "none")}
         return replace(self.work, **left_open)
 
     def fits(self) -> bool:
-        """Return True if any strategy that infinity can run fits, with any of the easings."""
         return any(
             some_strategy_fits(self.eased(easing), self.machine, **self.pinned_sizes)
             for easing in reversed(self.easings)
@@ -82,16 +76,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plans and the verdicts that follow.
-
-    Attributes:
-        plans: every strategy of full training, with `eased`.
-        chosen: the fastest that fits, of those that infinity can run.
-        eased: arguments that were added to make one fit; all permitted ones if none fits.
-        remedies: changes of arguments that would make one fit, if none does.
-        frozen: plans on frozen weights, with adapters of `lora_rank`, in the micro-batches of `frozen_work`.
-        frozen_eased: arguments that were added to make the adapters' training fit.
-    """
+    """The plans and the verdicts. eased: arguments that were added to make full training fit (all permitted ones if
+    none fits); frozen_eased: the same for the adapters. remedies: changes that would make it fit, if nothing does."""
 
     plans: list[Plan]
     chosen: Plan | None
@@ -108,7 +94,6 @@ class Answer:
 
 
 def answer(case: Case, *, lora_rank: int, base_bits: int) -> Answer:
-    """Return the answer for `case`, with the fewest easings that make something fit. [Note: Easings]"""
     eased = next((easing for easing in case.easings if replace(case, easings=(easing,)).fits()), case.easings[-1])
     plans = plans_for(case.eased(eased), case.machine, **case.pinned_sizes)
     chosen = fastest_that_fits(plans)
@@ -123,8 +108,6 @@ def answer(case: Case, *, lora_rank: int, base_bits: int) -> Answer:
 
 
 class _Step(NamedTuple):
-    """One value of a remedy: its `words`, and the case changed to it."""
-
     words: str
     change: Callable[[Case], Case]
 
@@ -185,7 +168,6 @@ def _of_training(case: Case) -> Iterator[_Ladder]:
 
 
 def _of_machine(case: Case) -> Iterator[_Ladder]:
-    """Yield more memory and drives per node, and more GPUs and nodes. Processes that compute on a CPU share memory."""
     machine = case.machine
     sizes = _larger(machine.host_bytes, HOST_MEMORY_DOUBLINGS)
     yield [_machine(f"--host-memory {size}GB", host_bytes=size * GB) for size in sizes]
@@ -206,19 +188,15 @@ def _of_machine(case: Case) -> Iterator[_Ladder]:
 
 
 def _without_cache(case: Case) -> Case:
-    """Return the case without a cache; pinned memory of a given size then is all the pool's."""
     pinned_bytes = None if case.pinned_bytes is None else case.pinned_bytes + (case.cache_bytes or 0)
     return replace(case, pinned_bytes=pinned_bytes, cache_bytes=0)
 
 
 def _work(words: str, **changes: object) -> _Step:
-    """Return a step that changes attributes of the work."""
     return _Step(words, lambda case: replace(case, work=replace(case.work, **changes)))  # type: ignore[arg-type]
 
 
 def _machine(words: str, **changes: object) -> _Step:
-    """Return a step that changes attributes of the machine; the model is sharded over all its ranks."""
-
     def change(case: Case) -> Case:
         machine = replace(case.machine, **changes)  # type: ignore[arg-type]
         return replace(case, machine=machine, work=replace(case.work, ranks=machine.ranks))
@@ -237,5 +215,4 @@ def _doubled(value: int, most: int) -> Iterator[int]:
 
 
 def _larger(nbytes: float, doublings: int) -> list[int]:
-    """Return doubled sizes in whole GB."""
     return [math.ceil(nbytes * 2**power / 1e9) for power in range(1, doublings + 1)]

@@ -18,13 +18,11 @@ VOCABULARY_DEFAULT = 32_000
 
 
 def base_bits(asked: argparse.Namespace) -> int:
-    """Return the bits of frozen blocks' matrices in their files: as given, or from config.json."""
     bits: int | None = asked.base_bits
     return bits or (stored_bits(asked.hf_config) if asked.hf_config is not None else 16)
 
 
 def model_from(asked: argparse.Namespace) -> Transformer:
-    """Return the model that the arguments describe. Raises ConfigError if they describe none or an unsupported one."""
     ways = [asked.params is not None, asked.layers is not None or asked.hidden is not None, asked.hf_config is not None]
     if sum(ways) != 1:
         raise ConfigError("describe the model once: --params COUNT, or --layers N --hidden N, or --hf-config FILE")
@@ -82,7 +80,6 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    """Add the machine's figures, with the names and units of Machine's attributes."""
     add = group.add_argument
     add("--preset", metavar="NAME", help='a known machine, or a GPU such as "RTX 3090"; "list" lists them')
     add("--nodes", type=count, metavar="N", help="nodes (default: 1)")
@@ -151,7 +148,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _rate(unit: str, text: str) -> float:
-    """Parse a number of GB/s or TFLOP/s into bytes or operations per second."""
     try:
         value = float(text)
     except ValueError:

@@ -1,7 +1,5 @@
-"""`infinity-bench plan`: predicts whether, how and how fast a model trains on a machine. Main thread.
-
-Reads the arguments, plans every strategy (plan/planner.py), and reports. Measures only for a PATH on this machine.
-"""
+"""`infinity-bench plan`: predicts whether, how and how fast a model trains on a machine. Measures only for a PATH. Main
+thread."""
 
 from __future__ import annotations
 
@@ -52,10 +50,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Plan and report. Returns 0 if something fits and every file was written, else 1.
-
-    Raises UsageError for arguments that can't be planned.
-    """
     if asked.preset == "list":
         for name, machine in PRESETS.items():
             print(f"{name:14} {machine.name}")
@@ -90,7 +84,6 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _check(asked: argparse.Namespace) -> None:
-    """Raise ConfigError for contradictions and unwritable files, before anything is measured."""
     if asked.preset is None and asked.path is not None and not asked.path.is_dir():
         raise ConfigError(
             f"{asked.path}: name an existing folder on the drive to plan with, or another machine by --preset"
@@ -115,7 +108,6 @@ def _check(asked: argparse.Namespace) -> None:
 
 
 def _case(asked: argparse.Namespace) -> Case:
-    """Return the model, the machine, the training, and the easings that the user left open. Raises InfinityError."""
     model = model_from(asked)
     if asked.plot is not None and model.experts is not None:
         raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
@@ -164,7 +156,6 @@ def _left_open(asked: argparse.Namespace) -> set[str]:
 
 
 def _sequences_of_rank(asked: argparse.Namespace, work: Work) -> int:
-    """Return a rank's sequences in a step of --tokens-per-step. Raises ConfigError if they can't be divided evenly."""
     tokens = asked.tokens_per_step
     least = work.tokens  # of the micro-batches that were given, or of one sequence
     if tokens % least:
@@ -177,7 +168,6 @@ def _sequences_of_rank(asked: argparse.Namespace, work: Work) -> int:
 
 
 def _pool_bytes(asked: argparse.Namespace, work: Work) -> int | None:
-    """Return what --pinned-bytes-max leaves for the pool. Raises ConfigError if that is nothing."""
     if asked.pinned_bytes_max is None:
         return None
     pool_bytes: int = asked.pinned_bytes_max - (asked.cache or 0) - work.activation_buffer_bytes
@@ -189,7 +179,6 @@ def _pool_bytes(asked: argparse.Namespace, work: Work) -> int | None:
 
 
 def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
-    """Return the preset, this machine as measured, or one of the given figures alone. Raises InfinityError."""
     if asked.preset is not None:
         if (preset := preset_of(asked.preset)) is None:
             raise ConfigError(f"--preset {asked.preset}: no such preset; there are {', '.join(PRESETS)}")
@@ -220,7 +209,6 @@ def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
 
 
 def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
-    """Return `machine` with the given figures. Raises ConfigError if one that these require is missing."""
     names = vars(asked).keys() & {field.name for field in dataclasses.fields(machine)}
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if asked.drive_bytes is not None:

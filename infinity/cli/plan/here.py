@@ -43,10 +43,8 @@ _COPY_BYTES = 256 * MIB
 
 
 def measure_machine(path: Path, model: Transformer, *, samples: int, report: Callable[[str], None]) -> Machine:
-    """Measure this machine, and the drive under `path`, for training `model` in micro-batches of `samples`.
-
-    `report` gets a line for each measurement. Raises StoreError or IoError for an unusable path.
-    """
+    """Measure this machine, and the drive under `path`, for training `model` in micro-batches of `samples`. `report`
+    gets a line for each measurement."""
     drive, source = _drive_speed(path)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     report(
@@ -73,7 +71,6 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
 
 
 def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
-    """Return the rates of the drive, and their source as text."""
     measured: DriveProfile | DriveRates | None = load_profile(path)
     source = "its profile"
     if measured is None:
@@ -127,7 +124,6 @@ def _measure_training(
 
 
 def _timed_step(engine: infinity.Engine, batch: torch.Tensor) -> tuple[float, float]:
-    """Return the seconds of forward and backward together, and of the optimizer step."""
     times = [_now()]
     engine.backward(engine(batch).float().square().mean())
     times.append(_now())

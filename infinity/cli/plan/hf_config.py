@@ -26,18 +26,13 @@ _EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v
 
 
 def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
-    """Read the decoder in a config.json. seq: tokens of a sample; None for 2048, or the model's limit if that is less.
-
-    Raises ConfigError that names the file and what is wrong or missing, also for experts of an unknown family.
-    """
+    """Read the decoder in a config.json. seq: tokens of a sample; None for 2048, or the model's limit if that is
+    less."""
     return _Reader(path, _read(path)).transformer(seq)
 
 
 def stored_bits(path: Path) -> int:
-    """Return the bits of a block's matrix in the files of a config.json: 4 or 8 if it is quantised, else 16.
-
-    Raises ConfigError or CheckpointError if the format is not supported.
-    """
+    """Return the bits of a block's matrix in the model's files: 4 or 8 if it is quantised, else 16."""
     return bits_of(_read(path), path)
 
 
@@ -57,7 +52,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a block: the outputs and inputs of its linear layers, and how many parameters are in norms and biases."""
+    """Outputs and inputs of the linear layers of a part of a block, and its parameters in norms and biases."""
 
     matrices: tuple[tuple[int, int], ...] = ()
     vector_numel: int = 0
@@ -150,7 +145,6 @@ class _Reader:
         )
 
     def _is_sparse(self, number: int) -> bool:
-        """Return True if this block has experts."""
         if self._type in _LATENT_TYPES:
             every = self._number("moe_layer_freq", default=1) or 1
             return number >= self._number("first_k_dense_replace", default=0) and number % every == 0

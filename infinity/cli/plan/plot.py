@@ -18,7 +18,6 @@ _AROUND = 30
 
 
 def draw(work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None, cache_bytes: int | None) -> None:
-    """Write the figure to `file`; its suffix selects the format."""
     asked = work.model.numel
     sizes = sorted({asked, *(size for size in _SIZES if asked / _AROUND <= size <= asked * _AROUND)})
     lines: dict[str, list[tuple[int, float]]] = {}

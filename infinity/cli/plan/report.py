@@ -24,7 +24,6 @@ JSON_FORMAT = 1
 """Incremented when a key of the JSON report changes its meaning or is removed, not when one is added."""
 
 _TIERS = {"device": "GPU", "host": "host", "nvme": "NVMe"}
-"""Titles of the attributes of `Memory`."""
 
 _LIMITS = {
     "to device": "the link from host to GPU",
@@ -32,7 +31,6 @@ _LIMITS = {
     "update": "the memory that the update reads and writes",
 }
 _FROZEN_LIMITS = {"to device": "link", IN_TURNS: "turns"}
-"""For a narrow column."""
 
 _FROZEN_TITLE = "On frozen weights in their files"
 
@@ -43,7 +41,6 @@ _WIDTH = 1000
 
 
 def print_report(told: Answer) -> None:
-    """Print everything on standard output, the verdicts first."""
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
     plans, chosen, frozen = told.plans, told.chosen, told.frozen
     machine = plans[0].machine
@@ -75,7 +72,6 @@ def _print_reasons(console: Console, reasons_of: Mapping[str, Sequence[str]]) ->
 
 
 def _verdicts(told: Answer) -> list[str]:
-    """Return a line for each kind of work that says if it fits; if full training doesn't, also what would help."""
     lines = []
     eased = f" with {' '.join(told.eased)}, which changes no number" if told.eased else ""
     if (chosen := told.chosen) is not None:
@@ -117,7 +113,6 @@ def _about(plan: Plan) -> str:
 
 
 def _passing(work: Work) -> str:
-    """Describe the micro-batches of a step, and their activations."""
     micro_batches = "one micro-batch a step"
     if work.micro_batches > 1:
         at_once = {1: "a step", work.micro_batches: "at once"}
@@ -159,7 +154,6 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
 
 
 def _short(nbytes: int) -> str:
-    """Format bytes for a narrow column: three digits, empty for 0."""
     number, unit = format_bytes(nbytes).split()
     return f"{float(number):.{max(0, 4 - len(number.split('.')[0]) - 1)}f} {unit}" if nbytes else ""
 
@@ -252,7 +246,6 @@ def _frozen_words(told: Answer) -> list[str]:
 
 
 def _memory_table(title: str, memories: Mapping[str, Memory]) -> Table:
-    """Return a table of the bytes of each user, with a column for each of `memories`."""
     table = table_of("tier", "user", *memories, words=2, title=f"{title}: memory of one rank")
     for tier, name in _TIERS.items():
         bytes_of = [getattr(memory, tier) for memory in memories.values()]
@@ -267,17 +260,14 @@ def _memory_table(title: str, memories: Mapping[str, Memory]) -> Table:
 
 
 def _tiers_on(machine: Machine) -> dict[str, str]:
-    """Return the tiers of the machine: no GPU if it computes on its CPU."""
     return {tier: title for tier, title in _TIERS.items() if tier != "device" or not machine.device_is_host}
 
 
 def _rate(tokens_per_s: float) -> str:
-    """Format tokens per second, such as "154" or "12.3k"."""
     return f"{tokens_per_s:.3g}" if tokens_per_s < 1000 else format_count(tokens_per_s)
 
 
 def _unit_of(plan: FrozenPlan) -> str:
-    """Return the unit of its seconds and bytes; a round of one sequence makes one token."""
     return "token" if plan.per == "round" and plan.tokens == 1 else plan.per
 
 
@@ -401,7 +391,6 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
-    """Return one kind of work on frozen weights; docs/plan.md lists the keys."""
     return {
         "name": plan.name,
         "per": plan.per,
@@ -427,5 +416,4 @@ def _memory_as_json(memory: Memory) -> dict[str, dict[str, int]]:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for infinity, which JSON lacks."""
     return None if math.isinf(value) else value

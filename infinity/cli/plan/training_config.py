@@ -10,7 +10,6 @@ from infinity.schedule.scheme import MOMENT_BYTES, MOMENT_BYTES_OF
 
 
 def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
-    """Return a complete training config for the plan."""
     work, strategy = plan.work, plan.strategy
     zero: dict[str, Any] = {
         "stage": strategy.stage,
@@ -68,7 +67,7 @@ _OPTIMIZERS: dict[int, dict[str, Any]] = {
     1: {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
     0: {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 1e-4}},
 }
-"""Optimizers by their moments per parameter."""
+"""By moments per parameter."""
 
 
 def _offload(device: str, nvme_path: str) -> dict[str, Any]:

@@ -1,8 +1,5 @@
-"""`infinity-bench sweep`: measures how fast a drive is, and with which settings. Main thread.
-
-Checks its options, measures, then prints. Its files on the drive have no name and are gone however it ends; only the
-drive's profile stays.
-"""
+"""`infinity-bench sweep`: measures how fast a drive is, and with which settings. Only the drive's profile stays. Main
+thread."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sweep the paths; returns 0. Raises StoreError or IoError, or UsageError for options that can't be satisfied."""
     with usage_checked():
         sizes = _check(options)
     from infinity.cli.sweep.run import Sweep
@@ -71,10 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> dict[Path, int]:
-    """Check the options before the first byte is written. Returns the bytes of the test file of each path.
-
-    Raises ConfigError for options that can't be satisfied, or StoreError without fio.
-    """
+    """Check the options before the first byte is written. Returns the bytes of the test file of each path."""
     from infinity.aio import probe
     from infinity.cli.sweep.fio import find_fio
     from infinity.store.run_folder import free_bytes

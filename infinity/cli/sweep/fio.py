@@ -1,7 +1,5 @@
-"""Measures fio on the same bytes, with the same search as infinity's engine, for comparison.
-
-One process of fio per trial. It opens the test file through our descriptor, so it creates no file.
-"""
+"""Measures fio on the same bytes, with the same search as infinity's engine: one process per trial, which opens the
+test file through our descriptor."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ _READWRITE = {Workload.READ: "read", Workload.WRITE: "write", Workload.MIXED: "r
 
 
 def find_fio() -> str:
-    """Return the program's path. Raises StoreError if it isn't installed."""
     program = shutil.which("fio")
     if program is None:
         raise StoreError(errno.ENOENT, "--fio: no fio on the PATH: install it (apt-get install fio) or leave --fio out")
@@ -37,18 +34,10 @@ def find_fio() -> str:
 
 
 def version_of(program: str) -> str:
-    """Return the version, such as "fio-3.33"."""
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
 class Fio:
-    """Runs trials of fio on the file of `test`.
-
-    Args:
-        program: path of fio.
-        io_engine: fio's I/O engine: "io_uring", or "libaio" if that is refused.
-    """
-
     def __init__(self, program: str, test: DriveTest, io_engine: str) -> None:
         self._program = program
         self._test = test
@@ -57,7 +46,6 @@ class Fio:
         self.registers_buffers = io_engine == "io_uring"
 
     def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
-        """Run one trial. Raises IoError with fio's output if it fails."""
         done = self._call(workload, settings, seconds)
         if done.returncode and self.registers_buffers and os.strerror(errno.ENOMEM) in done.stderr:
             self.registers_buffers = False  # above the memlock limit: continue without, as our engine does
@@ -119,10 +107,7 @@ class Fio:
 
 
 def parse_output(text: str) -> tuple[int, float, float]:
-    """Parse bytes moved, wall seconds, and CPU seconds of all jobs from fio's JSON, which may follow warnings.
-
-    Raises IoError if there are none.
-    """
+    """Parse bytes moved, wall seconds, and CPU seconds of all jobs from fio's JSON, which may follow warnings."""
     try:
         report = json.loads(text[text.index("{") :])
         jobs: list[dict[str, Any]] = report["jobs"]

@@ -17,7 +17,6 @@ _MARKERS = "osD^vP"
 
 
 def draw(swept: list[Swept], file: Path) -> None:
-    """Write the figure to `file`; its suffix selects the format. A line per backend and queue depth."""
     figure = Figure(figsize=(15, 5 * len(swept)), layout="constrained")
     axes = figure.subplots(len(swept), len(Workload), squeeze=False, sharey="row")
     for row, one in zip(axes, swept, strict=True):
@@ -38,10 +37,8 @@ def draw(swept: list[Swept], file: Path) -> None:
 
 
 def _lines(search: Search, workload: Workload) -> list[tuple[str, dict[str, object], dict[int, float]]]:
-    """Return label, style and bytes/s by block size, of each backend (a colour) and depth on one ring (a shade).
-
-    Only depths that were tried at several block sizes make a line.
-    """
+    """Return label, style and bytes/s by block size, of each backend (a colour) and depth on one ring (a shade) with
+    several sizes."""
     rates_of: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in search.trials:
         settings = trial.settings

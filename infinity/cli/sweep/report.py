@@ -33,7 +33,7 @@ _PARAMS = (10**9, 7 * 10**9, 70 * 10**9)
 
 @dataclass
 class Swept:
-    """One path: its drive, its test (closed at the end, without memory then), and its results."""
+    """One path: its drive, its test (closed at the end), and its results."""
 
     path: Path
     drive: Drive
@@ -48,7 +48,6 @@ AllAtOnce = dict[Workload, float]
 
 
 def name_of(drive: Drive) -> str:
-    """Return the disks, such as "nvme0n1+nvme1n1", or the source of a file system that has none."""
     return "+".join(disk.name for disk in drive.disks) or drive.source
 
 
@@ -59,23 +58,20 @@ def label_of(drive: Drive) -> str:
 
 
 def block_in_words(nbytes: int) -> str:
-    """Format a block size, such as "4 MiB"."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
 def share_a_disk(one: Drive, other: Drive) -> bool:
-    """Return True if two drives compete for the same bandwidth."""
     disks = {disk.name for disk in one.disks} & {disk.name for disk in other.disks}
     return bool(disks) or one.source == other.source
 
 
 def on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
-    """Return the pairs of paths whose drives share a disk."""
+    """Return the pairs of paths that compete for the same bandwidth."""
     return [(one, other) for one, other in combinations(swept, 2) if share_a_disk(one.drive, other.drive)]
 
 
 def config_block(choice: Choice) -> dict[str, Any]:
-    """Return the block for the training config, ready to use."""
     settings = choice.settings
     return {
         "aio": {
@@ -117,7 +113,6 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
 
 
 def print_found(swept: Swept, console: Console) -> None:
-    """Print a table of the fastest settings of every backend under each load."""
     table = table_of("backend", "load", "GB/s", "range", "block", "depth", "rings", "CPU s/GB", words=2)
     for name in swept.search.names:
         for workload in Workload:
@@ -175,7 +170,6 @@ def _verdict(swept: Swept, choice: Choice) -> list[str]:
 
 
 def ratios_to_rival(swept: Swept) -> dict[str, float]:
-    """Return our fastest rate over the rival's, by load; empty without a rival."""
     rivals = {workload: swept.search.best(fio.NAME, workload) for workload in Workload}
     return {
         workload.value: _fastest(swept, workload) / rival.bytes_per_s
@@ -199,7 +193,6 @@ def endurance(drive: Drive, choice: Choice) -> str:
 
 
 def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
-    """Return the bytes written per day at the measured rate, and the SSD lifetime if the drive's size is known."""
     read, written = _step_bytes(1)
     per_day = written / ((read + written) / choice.step_bytes_per_s) * DAY_SECONDS
     if not drive.nbytes:
@@ -212,7 +205,6 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
 
 
 def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Console) -> None:
-    """Print the rates of all paths at once, or why they were not measured."""
     for one, other in on_one_device(swept):
         console.print(
             f"{one.path} and {other.path} are on one device ({name_of(one.drive)}): they share its bandwidth, and a second "
@@ -354,7 +346,6 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _compared(value: float, other: float) -> str:
-    """Return a phrase that precedes the other value, such as "12 % more than" or "about as much as"."""
     percent = 100 * (value / other - 1)
     if abs(percent) < 2:
         return "about as much as"

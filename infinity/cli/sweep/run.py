@@ -1,7 +1,4 @@
-"""Runs a sweep: every path alone, then all at once if they are on different drives; then prints the results.
-
-Policy is in search.py, measurement in drive/measure.py, text in report.py.
-"""
+"""Runs a sweep: every path alone, then all at once if they are on different drives; then prints the results."""
 
 from __future__ import annotations
 
@@ -61,7 +58,6 @@ class Progress(Bar):
         self._task = self.add_task("", total=None, left="")
 
     def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
-        """Show the current activity. May be called often."""
         left = f"about {format_seconds(max(1.0, left_seconds), digits=1)} left"
         total = done_seconds + left_seconds
         self.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
@@ -78,12 +74,9 @@ add latency."""
 _PIPED_WIDTH = 100
 
 _MEMORY_SHARE = 4
-"""The pinned pool takes at most one part in this many of the memory that is available."""
 
 
 class Sweep:
-    """One run of the command. `sizes` are the bytes of the test file of each path."""
-
     def __init__(self, options: argparse.Namespace, sizes: dict[Path, int]) -> None:
         self._options = options
         self._sizes = sizes
@@ -101,7 +94,6 @@ class Sweep:
         self._swept: list[Swept] = []
 
     def run(self) -> None:
-        """Measure everything; then print, write the files and store the profiles. Raises StoreError or IoError."""
         with Progress() as progress:
             for path, nbytes in self._sizes.items():
                 self._sweep(path, nbytes, progress)
@@ -119,13 +111,11 @@ class Sweep:
             draw(self._swept, self._options.plot)
 
     def print_partial_results(self) -> None:
-        """Print the best results so far, after an early end."""
         self._console.print("[bold]Ended early.[/] Results so far, from short trials:")
         for swept in self._swept:
             print_found(swept, self._console)
 
     def _sweep(self, path: Path, nbytes: int, progress: Progress) -> None:
-        """Fill a file on one drive and search for its best settings."""
         with DriveTest(path, nbytes=nbytes, pool_bytes=_pool_bytes()) as test:
             rival = fio.Fio(fio.find_fio(), test, self._fio_engine) if self._options.fio else None
             in_flight_bytes_max = POOL_BYTES
@@ -173,7 +163,6 @@ class Sweep:
     # --- All at once ---
 
     def _run_all_at_once(self, progress: Progress) -> AllAtOnce | None:
-        """Measure all drives at once at their recommended settings; None for a single drive or a shared one."""
         chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
         if len(chosen) < 2 or on_one_device(self._swept):
             return None
@@ -198,7 +187,6 @@ class Sweep:
     # --- Profiles ---
 
     def _keep_profile(self, swept: Swept) -> None:
-        """Store the profile on the drive for later runs, if any settings are recommended."""
         choice = swept.search.recommended()
         if choice is None:
             return

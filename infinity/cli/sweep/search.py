@@ -41,16 +41,8 @@ _AS_LEAN = 1.5
 
 @dataclass(frozen=True)
 class Effort:
-    """The extent of a search.
-
-    Attributes:
-        grid_blocks, grid_depths: the coarse grid (bytes; blocks).
-        steps: trials after the grid, per backend and workload, at most.
-        trial_seconds: duration of a short trial.
-        candidates: settings per backend and workload that are tried on the other workloads, too.
-        finalists: settings in the final rounds.
-        rounds, round_seconds: the final rounds, and each trial in them.
-    """
+    """The extent of a search. steps: trials after the grid, per backend and workload, at most. candidates: settings per
+    backend and workload that are tried on the other workloads, too. finalists: settings in the final rounds."""
 
     grid_blocks: tuple[int, ...]
     grid_depths: tuple[int, ...]
@@ -69,7 +61,6 @@ class Effort:
         return [exploring] * (len(Workload) * (backends + rivals)) + [candidates, finals]
 
     def seconds(self, *, backends: int, rivals: int) -> float:
-        """Return an upper bound of the trial time of a whole search."""
         return sum(self.phases(backends=backends, rivals=rivals))
 
 
@@ -99,12 +90,11 @@ class Standing:
 
     @property
     def spread(self) -> float:
-        """The range of the rounds, relative to their median."""
         return (self.bytes_per_s_max - self.bytes_per_s_min) / self.bytes_per_s
 
     @property
     def noise(self) -> float:
-        """Relative error of the median: the range over the square root of the rounds."""
+        """Relative error of the median."""
         return self.spread / math.sqrt(self.rounds)
 
 
@@ -122,7 +112,6 @@ class Choice:
 
     @property
     def noise(self) -> float:
-        """Relative error of the rate of a step, which the mixed workload dominates."""
         return self.of[Workload.MIXED].noise
 
 
@@ -137,15 +126,8 @@ def step_bytes_per_s(read: float, mixed: float) -> float:
 
 @dataclass(eq=False, kw_only=True)
 class Search:
-    """Search for the best settings of one drive.
-
-    Attributes:
-        measure: runs one trial.
-        backends: backends to try, one of which is recommended.
-        fits: returns True if settings can be measured.
-        effort: extent of the search.
-        rivals: more "backends" that `measure` knows, such as another program: measured alike, never recommended.
-    """
+    """Search for the best settings of one drive. rivals: more "backends" that `measure` knows, such as another program:
+    measured alike, never recommended."""
 
     measure: Measure
     backends: Sequence[str]
@@ -163,11 +145,9 @@ class Search:
 
     @property
     def remaining_seconds(self) -> float:
-        """Upper bound of the trial time still to come, without starting and stopping trials."""
         return sum(self._phases)
 
     def run(self) -> None:
-        """Run the search. Only an exception of `measure` ends it early; results so far stay."""
         for name in self.names:
             for workload in Workload:
                 self._explore(name, workload)
@@ -179,22 +159,19 @@ class Search:
         self._run_finals()
 
     def best(self, name: str, workload: Workload) -> Standing | None:
-        """Return the fastest settings of one backend or rival under one workload; None before any was tried."""
         return next(iter(self._ranked(name, workload)), None)
 
     def fastest(self, workload: Workload) -> Standing | None:
-        """Return the fastest settings of all backends that may be recommended."""
         bests = [best for name in self.backends if (best := self.best(name, workload)) is not None]
         return max(bests, key=lambda standing: standing.bytes_per_s, default=None)
 
     def recommended(self) -> Choice | None:
-        """Return the one setting for all workloads, or None before anything was tried on all three."""
         choices = self._choices(self._final) or self._choices(self._short)
         return prefer(choices, IoSettings(self.backends[0])) if choices else None
 
     @property
     def spread(self) -> float:
-        """How much the same settings differ from round to round: the median over all that ran in the final rounds."""
+        """How much the same settings differ from round to round."""
         spreads = [_standing(settings, trials).spread for (_, settings), trials in self._final.items()]
         return statistics.median(spreads) if spreads else 0.0
 
@@ -203,7 +180,6 @@ class Search:
         return self.spread > _DISTURBED
 
     def choice_of(self, settings: IoSettings) -> Choice | None:
-        """Return these settings with their rate for a step; None if they were not tried on all workloads."""
         return next((choice for choice in self._choices(self._final) if choice.settings == settings), None)
 
     # --- Exploring ---
@@ -228,8 +204,6 @@ class Search:
                 return
 
     def _moves(self, settings: IoSettings, workload: Workload) -> dict[str, IoSettings]:
-        """Return all changes of one setting, likely gains first, and block against depth at equal bytes in flight."""
-
         def moved(*, block: int = 0, depth: int = 0, rings: int = 0) -> IoSettings:
             return replace(
                 settings,
@@ -303,8 +277,6 @@ class Search:
                 self._final[workload, settings].append(trial)
 
     def _ranked(self, name: str, workload: Workload) -> list[Standing]:
-        """Return the standings of a backend or rival, fastest first: final ones if any, else of short trials."""
-
         def standings(trials: _Trials) -> list[Standing]:
             keys = [(of, settings) for of, settings in trials if of is workload and settings.backend == name]
             return [_standing(settings, trials[of, settings]) for of, settings in keys]
@@ -312,7 +284,6 @@ class Search:
         return sorted(standings(self._final) or standings(self._short), key=lambda standing: -standing.bytes_per_s)
 
     def _choices(self, trials: _Trials) -> list[Choice]:
-        """Return all settings that were tried on every workload."""
         standings = {(workload, settings): _standing(settings, done) for (workload, settings), done in trials.items()}
         choices = []
         for (workload, settings), mixed in standings.items():
@@ -344,7 +315,7 @@ def prefer(choices: Sequence[Choice], usual: IoSettings) -> Choice:
 
 
 def _as_tried(workload: Workload, settings: IoSettings) -> IoSettings:
-    """Return the settings, with the default mix for a workload that only reads or only writes (mix has no effect)."""
+    """Return the settings with the default mix for a workload that only reads or only writes."""
     return settings if workload is Workload.MIXED else replace(settings, mix=MIX_MODES[0])
 
 
