@@ -1,6 +1,6 @@
-"""Reads /proc and /sys: machine, container, limits, huge pages, as plain data. Judges and changes nothing.
+"""Reads /proc and /sys: machine, container, limits, huge pages, as the doctor's facts. Judges and changes nothing.
 
-docs/doctor.md defines each attribute; None if the kernel does not report it. `root` holds /proc, /sys and /run.
+docs/doctor.md defines each key; None if the kernel does not report it. `root` holds /proc, /sys and /run.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infinity.host_memory import control_group_limits, machine_memory
 from infinity.kernel_files import chosen_of, number_of, text_of
+
+Facts = dict[str, Any]
 
 _ROOT = Path("/")
 _CAP_IPC_LOCK = 14
@@ -23,86 +25,33 @@ _GVISOR_VERSION = "Sun Jan 10 15:06:54 PST 2016"
 """The constant build date of gVisor's kernel."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    kernel: str
-    architecture: str
-    distribution: str | None
-    cpus: int
-    cpus_online: int | None
-    numa_nodes: int | None
-    memory_bytes: int | None
-    memory_available_bytes: int | None
-    swap_bytes: int | None
-    swap_free_bytes: int | None
-    memory_limit_bytes: int | None
-    memory_limit_used_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Container:
-    kind: str | None
-    gvisor: bool
-    seccomp: str | None
-    no_new_privileges: bool | None
-    io_uring_disabled: int | None
-    user_namespace: bool | None
-    cap_ipc_lock: bool | None
-    cap_sys_admin: bool | None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of this process (None: no limit), and of kernel AIO on the whole machine."""
-
-    memlock_soft_bytes: int | None
-    memlock_hard_bytes: int | None
-    file_size_bytes: int | None
-    open_files_soft: int | None
-    open_files_hard: int | None
-    aio_max_nr: int | None
-    aio_nr: int | None
-
-
-@dataclass(frozen=True)
-class Reserved:
-    page_bytes: int
-    total: int
-    free: int
-
-
-@dataclass(frozen=True)
-class HugePages:
-    enabled: str | None
-    defrag: str | None
-    page_bytes: int | None
-    reserved: tuple[Reserved, ...]
-
-
-def read_machine(root: Path = _ROOT) -> Machine:
+def read_machine(root: Path = _ROOT) -> Facts:
+    """Read processors and memory. The memory limit is the lowest of the control groups around this process."""
     try:
         distribution = platform.freedesktop_os_release().get("PRETTY_NAME")
     except OSError:
         distribution = None
     memory = machine_memory(root)
     limit = min(control_group_limits(root), key=lambda limit: limit.limit_bytes, default=None)
-    return Machine(
-        kernel=platform.release(),
-        architecture=platform.machine(),
-        distribution=distribution,
-        cpus=len(os.sched_getaffinity(0)),
-        cpus_online=os.cpu_count(),
-        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
-        memory_bytes=memory.get("MemTotal"),
-        memory_available_bytes=memory.get("MemAvailable"),
-        swap_bytes=memory.get("SwapTotal"),
-        swap_free_bytes=memory.get("SwapFree"),
-        memory_limit_bytes=limit.limit_bytes if limit else None,
-        memory_limit_used_bytes=limit.used_bytes if limit else None,
-    )
+    return {
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "distribution": distribution,
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpus_online": os.cpu_count(),
+        "numa_nodes": len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
+        "memory_bytes": memory.get("MemTotal"),
+        "memory_available_bytes": memory.get("MemAvailable"),
+        "swap_bytes": memory.get("SwapTotal"),
+        "swap_free_bytes": memory.get("SwapFree"),
+        "memory_limit_bytes": limit.limit_bytes if limit else None,
+        "memory_limit_used_bytes": limit.used_bytes if limit else None,
+    }
 
 
-def read_container(root: Path = _ROOT) -> Container:
+def read_container(root: Path = _ROOT) -> Facts:
+    """Read the container around the process, and its restrictions. In a user namespace of its own, as in rootless
+    containers, capabilities don't count."""
     pairs = (line.partition(":") for line in (text_of(root / "proc/self/status") or "").splitlines())
     status = {name: value.strip() for name, _, value in pairs}
     users = (text_of(root / "proc/self/uid_map") or "").split()
@@ -111,46 +60,47 @@ def read_container(root: Path = _ROOT) -> Container:
     if inside and capabilities is not None:
         capabilities = 0
     no_new = status.get("NoNewPrivs")
-    return Container(
-        kind=_container_kind(root),
-        gvisor=_GVISOR_VERSION in (text_of(root / "proc/version") or ""),
-        seccomp={"0": "off", "1": "strict", "2": "filter"}.get(status.get("Seccomp", "")),
-        no_new_privileges=None if no_new is None else no_new != "0",
-        io_uring_disabled=number_of(root / "proc/sys/kernel/io_uring_disabled"),
-        user_namespace=inside,
-        cap_ipc_lock=None if capabilities is None else bool(capabilities >> _CAP_IPC_LOCK & 1),
-        cap_sys_admin=None if capabilities is None else bool(capabilities >> _CAP_SYS_ADMIN & 1),
-    )
+    return {
+        "kind": _container_kind(root),
+        "gvisor": _GVISOR_VERSION in (text_of(root / "proc/version") or ""),
+        "seccomp": {"0": "off", "1": "strict", "2": "filter"}.get(status.get("Seccomp", "")),
+        "no_new_privileges": None if no_new is None else no_new != "0",
+        "io_uring_disabled": number_of(root / "proc/sys/kernel/io_uring_disabled"),
+        "user_namespace": inside,
+        "cap_ipc_lock": None if capabilities is None else bool(capabilities >> _CAP_IPC_LOCK & 1),
+        "cap_sys_admin": None if capabilities is None else bool(capabilities >> _CAP_SYS_ADMIN & 1),
+    }
 
 
-def read_limits(root: Path = _ROOT) -> Limits:
-    memlock_soft, memlock_hard = _rlimit(resource.RLIMIT_MEMLOCK)
-    files_soft, files_hard = _rlimit(resource.RLIMIT_NOFILE)
-    return Limits(
-        memlock_soft_bytes=memlock_soft,
-        memlock_hard_bytes=memlock_hard,
-        file_size_bytes=_rlimit(resource.RLIMIT_FSIZE)[0],
-        open_files_soft=files_soft,
-        open_files_hard=files_hard,
-        aio_max_nr=number_of(root / "proc/sys/fs/aio-max-nr"),
-        aio_nr=number_of(root / "proc/sys/fs/aio-nr"),
-    )
+def read_limits(root: Path = _ROOT) -> Facts:
+    """Read the limits of this process (None: no limit), and of kernel AIO on the whole machine."""
+    facts: Facts = {}
+    for kind, *names in (
+        (resource.RLIMIT_MEMLOCK, "memlock_soft_bytes", "memlock_hard_bytes"),
+        (resource.RLIMIT_FSIZE, "file_size_bytes"),
+        (resource.RLIMIT_NOFILE, "open_files_soft", "open_files_hard"),
+    ):
+        for name, limit in zip(names, resource.getrlimit(kind), strict=False):
+            facts[name] = None if limit == resource.RLIM_INFINITY else limit
+    facts["aio_max_nr"] = number_of(root / "proc/sys/fs/aio-max-nr")
+    facts["aio_nr"] = number_of(root / "proc/sys/fs/aio-nr")
+    return facts
 
 
-def read_huge_pages(root: Path = _ROOT) -> HugePages:
+def read_huge_pages(root: Path = _ROOT) -> Facts:
+    """Read the settings of transparent huge pages, and the reserved pools of hugetlb pages by size."""
     settings = root / "sys/kernel/mm/transparent_hugepage"
     reserved = []
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
-        total, free = number_of(pool / "nr_hugepages"), number_of(pool / "free_hugepages")
-        if total:
+        if total := number_of(pool / "nr_hugepages"):
             size = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
-            reserved.append(Reserved(size, total, free or 0))
-    return HugePages(
-        enabled=chosen_of(settings / "enabled"),
-        defrag=chosen_of(settings / "defrag"),
-        page_bytes=number_of(settings / "hpage_pmd_size"),
-        reserved=tuple(reserved),
-    )
+            reserved.append({"page_bytes": size, "total": total, "free": number_of(pool / "free_hugepages") or 0})
+    return {
+        "enabled": chosen_of(settings / "enabled"),
+        "defrag": chosen_of(settings / "defrag"),
+        "page_bytes": number_of(settings / "hpage_pmd_size"),
+        "reserved": reserved,
+    }
 
 
 def _container_kind(root: Path) -> str | None:
@@ -164,8 +114,3 @@ def _container_kind(root: Path) -> str | None:
     if name:
         return name
     return next((kind for kind in ("docker", "lxc") if f"/{kind}/" in (text_of(root / "proc/self/cgroup") or "")), None)
-
-
-def _rlimit(resource_id: int) -> tuple[int | None, int | None]:
-    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource_id))
-    return soft, hard

@@ -23,7 +23,7 @@ from infinity.cli import bench
 from infinity.cli.doctor import command as doctor_command
 from infinity.cli.doctor import machine_checks, path_checks
 from infinity.cli.doctor.findings import Finding, Mark, Section
-from infinity.cli.environment import Container, HugePages, Limits, Machine
+from infinity.cli.environment import Facts
 from infinity.drive.describe import Disk, Drive, Queue
 from infinity.errors import IoError
 
@@ -31,10 +31,38 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
 GIB = 1 << 30
 
-MACHINE = Machine("6.1.0", "x86_64", "Debian", 8, 16, 2, 64 * GIB, 32 * GIB, 0, 0, None, None)
-CONTAINER = Container(None, False, "off", False, 0, False, False, False)
-LIMITS = Limits(8 * MIB, 8 * MIB, None, 1024, 4096, 65536, 0)
-PAGES = HugePages("madvise", "madvise", 2 * MIB, ())
+MACHINE: Facts = {
+    "kernel": "6.1.0",
+    "architecture": "x86_64",
+    "distribution": "Debian",
+    "cpus": 8,
+    "cpus_online": 16,
+    "numa_nodes": 2,
+    "memory_bytes": 64 * GIB,
+    "memory_available_bytes": 32 * GIB,
+    "swap_bytes": 0,
+    "swap_free_bytes": 0,
+    "memory_limit_bytes": None,
+    "memory_limit_used_bytes": None,
+}
+CONTAINER: Facts = {
+    "kind": None,
+    "gvisor": False,
+    "seccomp": "off",
+    "io_uring_disabled": 0,
+    "cap_ipc_lock": False,
+    "cap_sys_admin": False,
+}
+LIMITS: Facts = {
+    "memlock_soft_bytes": 8 * MIB,
+    "memlock_hard_bytes": 8 * MIB,
+    "file_size_bytes": None,
+    "open_files_soft": 1024,
+    "open_files_hard": 4096,
+    "aio_max_nr": 65536,
+    "aio_nr": 0,
+}
+PAGES: Facts = {"enabled": "madvise", "defrag": "madvise", "page_bytes": 2 * MIB, "reserved": []}
 DISK = Disk("nvme0n1", "Fast", "eui.1", "nvme", 1 << 40, False, 0)
 DRIVE = Drive("/x", "/x", "ext4", "/dev/nvme0n1", ("rw",), "nvme0n1", (), (DISK,), Queue(1280, 2048, 127, 1023, "none"))
 
@@ -345,7 +373,7 @@ def test_a_refused_io_uring_has_the_move_that_fits(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(infinity.aio, "probe", lambda: [("io_uring", False, "refused"), ("threads", True, "works")])
-    section = looked(machine_checks.check_backends, dataclasses.replace(CONTAINER, **change))
+    section = looked(machine_checks.check_backends, CONTAINER | change)
     assert re.search(said, moves(section)["io_uring"])
 
 
@@ -358,9 +386,7 @@ def test_a_refused_io_uring_has_the_move_that_fits(
     ],
 )
 def test_memlock(limits: dict[str, Any], container: dict[str, Any], mark: Mark) -> None:
-    section = looked(
-        machine_checks.check_limits, dataclasses.replace(LIMITS, **limits), dataclasses.replace(CONTAINER, **container)
-    )
+    section = looked(machine_checks.check_limits, LIMITS | limits, CONTAINER | container)
     assert marks(section)["memlock"] is mark
 
 
@@ -373,9 +399,7 @@ def test_memlock(limits: dict[str, Any], container: dict[str, Any], mark: Mark) 
     ],
 )
 def test_a_low_limit_is_a_warning(limits: dict[str, Any], name: str) -> None:
-    assert (
-        marks(looked(machine_checks.check_limits, dataclasses.replace(LIMITS, **limits), CONTAINER))[name] is Mark.WARN
-    )
+    assert marks(looked(machine_checks.check_limits, LIMITS | limits, CONTAINER))[name] is Mark.WARN
     assert marks(looked(machine_checks.check_limits, LIMITS, CONTAINER)).get(name, Mark.OK) is Mark.OK
 
 
@@ -389,7 +413,7 @@ def test_a_low_limit_is_a_warning(limits: dict[str, Any], name: str) -> None:
     ],
 )
 def test_memory(change: dict[str, Any], mark: Mark) -> None:
-    found = looked(machine_checks.check_machine, dataclasses.replace(MACHINE, **change))
+    found = looked(machine_checks.check_machine, MACHINE | change)
     assert marks(found)["memory"] is mark
     assert (
         (found.facts["memory_bytes_per_s"] is not None) == ("memory_speed" in marks(found)) == (mark is not Mark.WARN)
@@ -424,7 +448,7 @@ def test_what_the_trial_slab_got_counts(monkeypatch: pytest.MonkeyPatch, slab: F
 
 
 def test_huge_pages_that_are_off_are_a_warning() -> None:
-    section = looked(machine_checks.check_huge_pages, dataclasses.replace(PAGES, enabled="never"))
+    section = looked(machine_checks.check_huge_pages, PAGES | {"enabled": "never"})
     assert marks(section)["transparent"] is Mark.WARN
     assert "echo madvise" in moves(section)["transparent"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.environment import Reserved, read_container, read_huge_pages, read_limits, read_machine
+from infinity.cli.environment import read_container, read_huge_pages, read_limits, read_machine
 
 GIB = 1 << 30
 ALL_USERS = "         0          0 4294967295"
@@ -34,11 +34,11 @@ def test_memory_and_nodes(tmp_path: Path) -> None:
         },
     )
     machine = read_machine(tmp_path)
-    assert (machine.memory_bytes, machine.memory_available_bytes) == (2048 * 1024, 1024 * 1024)
-    assert (machine.swap_bytes, machine.swap_free_bytes) == (512 * 1024, 256 * 1024)
-    assert machine.numa_nodes == 2
-    assert machine.memory_limit_bytes is None
-    assert 0 < machine.cpus
+    assert (machine["memory_bytes"], machine["memory_available_bytes"]) == (2048 * 1024, 1024 * 1024)
+    assert (machine["swap_bytes"], machine["swap_free_bytes"]) == (512 * 1024, 256 * 1024)
+    assert machine["numa_nodes"] == 2
+    assert machine["memory_limit_bytes"] is None
+    assert 0 < machine["cpus"]
 
 
 def test_the_tightest_group_of_version_2_counts(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_tightest_group_of_version_2_counts(tmp_path: Path) -> None:
         },
     )
     machine = read_machine(tmp_path)
-    assert (machine.memory_limit_bytes, machine.memory_limit_used_bytes) == (2 * GIB, GIB)
+    assert (machine["memory_limit_bytes"], machine["memory_limit_used_bytes"]) == (2 * GIB, GIB)
 
 
 def test_a_container_sees_its_own_group_of_version_1_at_the_top(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_container_sees_its_own_group_of_version_1_at_the_top(tmp_path: Path) 
         },
     )
     machine = read_machine(tmp_path)
-    assert (machine.memory_limit_bytes, machine.memory_limit_used_bytes) == (GIB, 4096)
+    assert (machine["memory_limit_bytes"], machine["memory_limit_used_bytes"]) == (GIB, 4096)
 
 
 def test_a_path_that_only_the_host_sees_falls_back_to_the_top(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_path_that_only_the_host_sees_falls_back_to_the_top(tmp_path: Path) ->
             "sys/fs/cgroup/memory.max": str(GIB),
         },
     )
-    assert read_machine(tmp_path).memory_limit_bytes == GIB
+    assert read_machine(tmp_path)["memory_limit_bytes"] == GIB
 
 
 def test_the_number_that_means_no_limit_is_none(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_number_that_means_no_limit_is_none(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712",
         },
     )
-    assert read_machine(tmp_path).memory_limit_bytes is None
+    assert read_machine(tmp_path)["memory_limit_bytes"] is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_number_that_means_no_limit_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_kind_of_container(tmp_path: Path, file: str, text: str, kind: str | None) -> None:
-    assert read_container(tree(tmp_path, {file: text})).kind == kind
+    assert read_container(tree(tmp_path, {file: text}))["kind"] == kind
 
 
 def test_what_a_container_forbids(tmp_path: Path) -> None:
@@ -120,15 +120,15 @@ def test_what_a_container_forbids(tmp_path: Path) -> None:
         "proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016",
     }
     container = read_container(tree(tmp_path, files))
-    assert (container.seccomp, container.no_new_privileges, container.io_uring_disabled) == ("filter", True, 1)
-    assert (container.cap_ipc_lock, container.cap_sys_admin, container.user_namespace) == (True, False, False)
-    assert container.gvisor
+    assert (container["seccomp"], container["no_new_privileges"], container["io_uring_disabled"]) == ("filter", True, 1)
+    assert (container["cap_ipc_lock"], container["cap_sys_admin"], container["user_namespace"]) == (True, False, False)
+    assert container["gvisor"]
 
 
 def test_capabilities_of_a_user_namespace_lift_no_limit(tmp_path: Path) -> None:
     files = {"proc/self/status": f"CapEff:\t{(1 << 41) - 1:016x}", "proc/self/uid_map": "0 1000 1"}
     container = read_container(tree(tmp_path, files))
-    assert (container.user_namespace, container.cap_ipc_lock, container.cap_sys_admin) == (True, False, False)
+    assert (container["user_namespace"], container["cap_ipc_lock"], container["cap_sys_admin"]) == (True, False, False)
 
 
 def test_huge_pages(tmp_path: Path) -> None:
@@ -144,13 +144,18 @@ def test_huge_pages(tmp_path: Path) -> None:
         },
     )
     pages = read_huge_pages(tmp_path)
-    assert (pages.enabled, pages.defrag, pages.page_bytes) == ("madvise", "never", 2 << 20)
-    assert pages.reserved == (Reserved(2 << 20, 8, 3),)
+    assert (pages["enabled"], pages["defrag"], pages["page_bytes"]) == ("madvise", "never", 2 << 20)
+    assert pages["reserved"] == [{"page_bytes": 2 << 20, "total": 8, "free": 3}]
 
 
 def test_nothing_to_read_is_nothing_known(tmp_path: Path) -> None:
     machine, container = read_machine(tmp_path), read_container(tmp_path)
-    assert (machine.memory_bytes, machine.memory_limit_bytes, machine.numa_nodes) == (None, None, None)
-    assert (container.kind, container.seccomp, container.cap_ipc_lock, container.gvisor) == (None, None, None, False)
-    assert read_huge_pages(tmp_path).enabled is None
-    assert read_limits(tmp_path).aio_max_nr is None
+    assert (machine["memory_bytes"], machine["memory_limit_bytes"], machine["numa_nodes"]) == (None, None, None)
+    assert (container["kind"], container["seccomp"], container["cap_ipc_lock"], container["gvisor"]) == (
+        None,
+        None,
+        None,
+        False,
+    )
+    assert read_huge_pages(tmp_path)["enabled"] is None
+    assert read_limits(tmp_path)["aio_max_nr"] is None

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import platform
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import infinity
 from infinity.cli.doctor.findings import Mark, Section, count_text, size_text
-from infinity.cli.environment import Container, HugePages, Limits, Machine
+from infinity.cli.environment import Facts
 from infinity.cli.program import signals_held
 from infinity.kernel_files import text_of
 from infinity.plan.program import ADAM_BYTES
@@ -54,29 +53,31 @@ def check_software(section: Section) -> None:
         section.add("core", Mark.FAIL, f"the compiled core can't be loaded: {error}", move)
 
 
-def check_machine(section: Section, machine: Machine) -> None:
-    section.facts = asdict(machine)
+def check_machine(section: Section, machine: Facts) -> None:
+    section.facts = machine.copy()
     section.add(
-        "system", Mark.INFO, f"{machine.distribution or 'Linux'}, kernel {machine.kernel}, {machine.architecture}"
+        "system",
+        Mark.INFO,
+        f"{machine['distribution'] or 'Linux'}, kernel {machine['kernel']}, {machine['architecture']}",
     )
-    cpus = f"{machine.cpus} for this process"
-    if machine.cpus_online:
-        cpus += f", {machine.cpus_online} in the machine"
-    if machine.numa_nodes:
-        cpus += f", {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes > 1)}"
+    cpus = f"{machine['cpus']} for this process"
+    if machine["cpus_online"]:
+        cpus += f", {machine['cpus_online']} in the machine"
+    if machine["numa_nodes"]:
+        cpus += f", {machine['numa_nodes']} NUMA node{'s' * (machine['numa_nodes'] > 1)}"
     section.add("cpus", Mark.INFO, cpus)
-    available, limit = machine.memory_available_bytes, machine.memory_limit_bytes
-    text = f"{size_text(machine.memory_bytes)}, {size_text(available)} available"
+    available, limit = machine["memory_available_bytes"], machine["memory_limit_bytes"]
+    text = f"{size_text(machine['memory_bytes'])}, {size_text(available)} available"
     if limit is not None:
-        used = machine.memory_limit_used_bytes
+        used = machine["memory_limit_used_bytes"]
         text += f"; a control group allows {format_bytes(limit)}" + (f", {format_bytes(used)} used" if used else "")
     low = any(nbytes is not None and nbytes < _MEMORY_BYTES_MIN for nbytes in (available, limit))
     move = "end other programs or raise the container's memory limit: Python, torch and a small pool take about 1 GiB"
     section.warn_if(low, "memory", text, move)
-    if machine.swap_bytes:
-        text = f"{format_bytes(machine.swap_bytes)}, {format_bytes(machine.swap_free_bytes or 0)} free"
+    if machine["swap_bytes"]:
+        text = f"{format_bytes(machine['swap_bytes'])}, {format_bytes(machine['swap_free_bytes'] or 0)} free"
         section.add("swap", Mark.INFO, f"{text}; infinity.lock_memory keeps the pool out of it")
-    elif machine.swap_bytes is not None:
+    elif machine["swap_bytes"] is not None:
         section.add("swap", Mark.INFO, "none")
     rate = section.facts["memory_bytes_per_s"] = None if low else _memory_bytes_per_s()
     if rate is not None:
@@ -135,62 +136,62 @@ def check_gpu(section: Section) -> None:
     section.warn_if(why is not None, "bf16", text, 'train without "bf16" in the config, or on a GPU')
 
 
-def check_container(section: Section, container: Container) -> None:
-    section.facts = asdict(container)
-    section.add("container", Mark.INFO, container.kind or "none detected")
-    if container.gvisor:
+def check_container(section: Section, container: Facts) -> None:
+    section.facts = container
+    section.add("container", Mark.INFO, container["kind"] or "none detected")
+    if container["gvisor"]:
         move = "run under the machine's own kernel (docker run --runtime=runc) for io_uring, huge pages and full speed"
         section.add("gvisor", Mark.WARN, "the kernel is gVisor's: every system call goes through a sandbox", move)
-    if container.seccomp == "filter":
+    if container["seccomp"] == "filter":
         section.add("seccomp", Mark.INFO, "a filter restricts system calls; the backends below show which it refuses")
-    elif container.seccomp:
-        section.add("seccomp", Mark.OK if container.seccomp == "off" else Mark.INFO, container.seccomp)
+    elif container["seccomp"]:
+        section.add("seccomp", Mark.OK if container["seccomp"] == "off" else Mark.INFO, container["seccomp"])
     words = {0: "allowed for all", 1: "allowed for one group and CAP_SYS_ADMIN", 2: "off for all"}
-    setting = container.io_uring_disabled
+    setting = container["io_uring_disabled"]
     if setting is not None:
         text = f"kernel.io_uring_disabled is {setting}: {words.get(setting, 'unknown')}"
         section.add("io_uring_sysctl", Mark.OK if setting == 0 else Mark.INFO, text)
-    if container.cap_ipc_lock is not None:
-        text = "held: locked memory has no limit" if container.cap_ipc_lock else "not held: the memlock limit counts"
+    if container["cap_ipc_lock"] is not None:
+        text = "held: locked memory has no limit" if container["cap_ipc_lock"] else "not held: the memlock limit counts"
         section.add("cap_ipc_lock", Mark.INFO, text)
 
 
-def check_limits(section: Section, limits: Limits, container: Container) -> None:
-    section.facts = asdict(limits)
-    soft = limits.memlock_soft_bytes
-    text = f"{size_text(soft)} (at most {size_text(limits.memlock_hard_bytes)})"
-    if soft is None or container.cap_ipc_lock:
+def check_limits(section: Section, limits: Facts, container: Facts) -> None:
+    section.facts = limits
+    soft = limits["memlock_soft_bytes"]
+    text = f"{size_text(soft)} (at most {size_text(limits['memlock_hard_bytes'])})"
+    if soft is None or container["cap_ipc_lock"]:
         why = "no limit" if soft is None else f"{text}, but CAP_IPC_LOCK lifts it"
         section.add("memlock", Mark.OK, f"{why}: a pool of any size can be registered and locked")
     else:
         text += ": a larger pool is not registered with io_uring (more CPU per byte), nor locked (infinity.lock_memory)"
         move = "ulimit -l unlimited, or docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity in a systemd unit"
         section.add("memlock", Mark.WARN, text, move)
-    files = limits.open_files_soft
-    text = "no limit" if files is None else f"{files} (at most {count_text(limits.open_files_hard)})"
+    files = limits["open_files_soft"]
+    text = "no limit" if files is None else f"{files} (at most {count_text(limits['open_files_hard'])})"
     few = files is not None and files < _OPEN_FILES_MIN
     section.warn_if(few, "open_files", text, "raise it: ulimit -n 4096")
-    if limits.file_size_bytes is not None:
-        text = f"no file may grow beyond {format_bytes(limits.file_size_bytes)}, and a rank's state is one file"
+    if limits["file_size_bytes"] is not None:
+        text = f"no file may grow beyond {format_bytes(limits['file_size_bytes'])}, and a rank's state is one file"
         section.add("file_size", Mark.WARN, text, "lift it: ulimit -f unlimited")
-    if limits.aio_max_nr is not None and limits.aio_nr is not None:
-        left = limits.aio_max_nr - limits.aio_nr
-        text = f"{left} of {limits.aio_max_nr} requests of kernel AIO are free"
-        move = f"sysctl -w fs.aio-max-nr={max(1 << 20, 2 * limits.aio_max_nr)} (as root)"
+    if limits["aio_max_nr"] is not None and limits["aio_nr"] is not None:
+        left = limits["aio_max_nr"] - limits["aio_nr"]
+        text = f"{left} of {limits['aio_max_nr']} requests of kernel AIO are free"
+        move = f"sysctl -w fs.aio-max-nr={max(1 << 20, 2 * limits['aio_max_nr'])} (as root)"
         section.warn_if(left < _AIO_REQUESTS_MIN, "kernel_aio", text, move)
 
 
-def check_huge_pages(section: Section, pages: HugePages) -> None:
+def check_huge_pages(section: Section, pages: Facts) -> None:
     """Check the settings, and what the kernel gives to a trial slab."""
-    section.facts = asdict(pages) | {"trial_bytes": SLAB_BYTES, "trial_huge": None, "trial_notes": []}
+    section.facts = pages | {"trial_bytes": SLAB_BYTES, "trial_huge": None, "trial_notes": []}
     allow = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root, on the host)"
-    if pages.enabled is None:
+    if pages["enabled"] is None:
         section.add("transparent", Mark.WARN, "this kernel has no transparent huge pages", "use a kernel that has them")
     else:
-        text = f"{pages.enabled} (defrag: {pages.defrag or 'unknown'})"
-        section.warn_if(pages.enabled == "never", "transparent", text, allow)
-    for pool in pages.reserved:
-        text = f"{pool.total} of {format_bytes(pool.page_bytes)}, {pool.free} free: memory that nothing else can use"
+        text = f"{pages['enabled']} (defrag: {pages['defrag'] or 'unknown'})"
+        section.warn_if(pages["enabled"] == "never", "transparent", text, allow)
+    for pool in pages["reserved"]:
+        text = f"{pool['total']} of {format_bytes(pool['page_bytes'])}, {pool['free']} free: memory that nothing else can use"
         section.add("reserved", Mark.INFO, text)
     from infinity.aio import PinnedSlab
 
@@ -207,7 +208,7 @@ def check_huge_pages(section: Section, pages: HugePages) -> None:
     section.add("trial", Mark.WARN, text, f"{allow}; echo 1 > /proc/sys/vm/compact_memory joins fragmented memory")
 
 
-def check_backends(section: Section, container: Container) -> None:
+def check_backends(section: Section, container: Facts) -> None:
     """Check which backends work here, best first; "auto" takes the first that works."""
     from infinity.aio import probe
 
@@ -228,13 +229,15 @@ def check_backends(section: Section, container: Container) -> None:
             section.warn_if(better, name, reason, _backend_move(name, container), otherwise=Mark.INFO)
 
 
-def _backend_move(name: str, container: Container) -> str:
+def _backend_move(name: str, container: Facts) -> str:
     if name == "io_uring":
-        if container.gvisor:
+        if container["gvisor"]:
             return "gVisor has no io_uring: run under the machine's own kernel (docker run --runtime=runc)"
-        if container.io_uring_disabled == 2 or (container.io_uring_disabled == 1 and not container.cap_sys_admin):
+        if container["io_uring_disabled"] == 2 or (
+            container["io_uring_disabled"] == 1 and not container["cap_sys_admin"]
+        ):
             return "sysctl -w kernel.io_uring_disabled=0 (as root, on the host)"
-        if container.seccomp == "filter":
+        if container["seccomp"] == "filter":
             return (
                 "start the container with a seccomp profile that allows io_uring_setup, io_uring_enter and "
                 "io_uring_register (docker run --security-opt seccomp=PROFILE.json)"
