@@ -47,28 +47,44 @@ PASSES_SIMULATED_MAX = 8
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of one strategy.
+class Placement:
+    """Where the states of some work are on a machine, with a strategy. reasons: why that does not fit."""
 
-    work: as it will be done (`Work.unasked`). reasons: why it does not fit. simulated: None if not even one group fits.
-    lower_bound_seconds: the larger of compute, and the bytes of the step over the drives' bandwidth. plain_bytes:
-    (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
-    """
-
-    strategy: Strategy
-    machine: Machine
     work: Work
+    machine: Machine
+    strategy: Strategy
     pipeline: Pipeline
     cache: HostCache
     memory: Memory
     reasons: tuple[str, ...]
-    simulated: Simulated | None
-    lower_bound_seconds: float
-    plain_bytes: tuple[int, int]
 
     @property
     def fits(self) -> bool:
         return not self.reasons
+
+    @property
+    def drive(self) -> DriveSpeed:
+        """One rank's share of the drives. Raises BudgetError if there is none and the strategy needs one."""
+        return self.machine.drive_of_rank() if self.strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
+
+    def simulate(self, *, discards: bool = False) -> Simulated:
+        """Simulate a step; `discards` as for `step_of`. Raises BudgetError if not even one group fits."""
+        step = step_of(self.work, self.machine, self.strategy, self.pipeline, self.cache, discards=discards)
+        return simulate(step, self.drive, math.inf if self.machine.device_is_host else self.machine.link_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Plan(Placement):
+    """The plan of one strategy. Its work is as it will be done (`Work.unasked`).
+
+    simulated: None if not even one group fits. lower_bound_seconds: the larger of compute, and the bytes of the step over
+    the drives' bandwidth. plain_bytes: (read, written) of one rank with nothing cached, and nothing staged from forward
+    to backward.
+    """
+
+    simulated: Simulated | None
+    lower_bound_seconds: float
+    plain_bytes: tuple[int, int]
 
     @property
     def step_seconds(self) -> float:
@@ -115,11 +131,6 @@ class Plan:
         # If compute parameters stay staged, discarding saves no read of a gather.
         not_spared = COMPUTE_BYTES * sum(early[group] for group in self.pipeline.staying)
         return math.ceil(read * sum(early)) + not_spared, math.ceil(written * sum(early))
-
-    def discarding_seconds(self) -> float:
-        """Return the step time if every step discards its speculative updates, which the next forward repeats."""
-        step = step_of(self.work, self.machine, self.strategy, self.pipeline, self.cache, discards=True)
-        return simulate(step, *rates_of(self.machine, self.strategy)).seconds
 
     def limits(self) -> list[tuple[str, str, float]]:
         """Return (part, resource, share of the part's time) for the busiest resource in each part of the step."""
@@ -185,23 +196,19 @@ def _plan_step(
             for each in (replace(work, unasked=False), updated_late(work))
         )
         return asked if _is_worth_it(asked, later) else later
-    pipeline, cache, memory, reasons = place(work, machine, strategy, pinned_bytes, cache_bytes)
+    placed = place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
     lower_bound_seconds = work.flops / machine.flops_per_s
-    worth_it = not reasons or work.passes <= PASSES_SIMULATED_MAX
+    worth_it = placed.fits or work.passes <= PASSES_SIMULATED_MAX
     if worth_it and (not strategy.uses_nvme or machine.drive is not None):
-        drive, link_bytes_per_s = rates_of(machine, strategy)
-        step = step_of(work, machine, strategy, pipeline, cache)
         try:
-            simulated = simulate(step, drive, link_bytes_per_s)
+            simulated = placed.simulate()
         except BudgetError as error:
-            reasons.append(str(error))
+            placed = replace(placed, reasons=(*placed.reasons, str(error)))
         moved = (simulated.read_bytes, simulated.written_bytes) if simulated else plain_bytes
-        lower_bound_seconds = max(lower_bound_seconds, drive.lower_bound_seconds(*moved))
-    return Plan(
-        strategy, machine, work, pipeline, cache, memory, tuple(reasons), simulated, lower_bound_seconds, plain_bytes
-    )
+        lower_bound_seconds = max(lower_bound_seconds, placed.drive.lower_bound_seconds(*moved))
+    return Plan(**vars(placed), simulated=simulated, lower_bound_seconds=lower_bound_seconds, plain_bytes=plain_bytes)
 
 
 def updated_late(work: Work) -> Work:
@@ -217,20 +224,15 @@ def _is_worth_it(early: Plan, later: Plan) -> bool:
     return has_effect and early.step_seconds <= later.step_seconds and early.fits >= later.fits
 
 
-def rates_of(machine: Machine, strategy: Strategy) -> tuple[DriveSpeed, float]:
-    drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
-    return drive, math.inf if machine.device_is_host else machine.link_bytes_per_s
-
-
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
     """Return True if the memory suffices for one of the strategies; simulates no step."""
     work = updated_late(work) if work.unasked else work
-    return any(not place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies_on(machine))
+    return any(place(work, machine, strategy, pinned_bytes, cache_bytes).fits for strategy in strategies_on(machine))
 
 
 def place(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
-) -> tuple[Pipeline, HostCache, Memory, list[str]]:
+) -> Placement:
     host_bytes = machine.host_bytes / machine.ranks_per_node
     on_host = machine.device_is_host
     if work.durable:
@@ -243,7 +245,8 @@ def place(
     cache = host_cache_of(work, strategy, cache_bytes)
     pipeline = pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=cache)
     memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, cache=cache)
-    return pipeline, cache, memory, _why_not(work, machine, strategy, pipeline, memory)
+    reasons = _why_not(work, machine, strategy, pipeline, memory)
+    return Placement(work, machine, strategy, pipeline, cache, memory, tuple(reasons))
 
 
 def _tiers(memory: Memory, machine: Machine, drive_room_bytes: float) -> list[tuple[str, int, float, str]]:

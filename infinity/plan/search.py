@@ -9,19 +9,18 @@ until the next estimate is no shorter than the shortest simulated step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from infinity.errors import BudgetError
-from infinity.plan.estimate import HostCache, Pipeline, bytes_of_step, memory_of, pipeline_of, updated_in_backward
+from infinity.plan.estimate import bytes_of_step, memory_of, pipeline_of, updated_in_backward
 from infinity.plan.frozen import frozen_plans
 from infinity.plan.machine import Machine
-from infinity.plan.planner import AS_FAST, USABLE, place, rates_of, share_needed, strategies_on, updated_late
-from infinity.plan.program import step_of
-from infinity.plan.simulator import simulate
+from infinity.plan.planner import AS_FAST, USABLE, Placement, place, share_needed, strategies_on, updated_late
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import Work
 from infinity.schedule.scheme import Scheme, choose_update
@@ -46,17 +45,17 @@ def fastest_work(
 
     sequences: of a step on one rank. left_open: the attributes of `Work` to choose.
     """
-    ways: list[_Way] = []
+    ways: list[Placement] = []
     nearest, least_share = asked, math.inf
     for shape in _shapes(asked, sequences, left_open):
         for strategy in strategies_on(machine):
             for work in _placed(shape, machine, strategy, left_open, pinned_bytes):
                 # Cached elements are not updated speculatively.
                 nbytes = 0 if cache_bytes is None and work.scheme.speculative else cache_bytes
-                pipeline, cache, memory, reasons = place(work, machine, strategy, pinned_bytes, nbytes)
-                if not reasons:
-                    ways.append(_Way(work, machine, strategy, pipeline, cache))
-                elif (share := share_needed(memory, machine)) < least_share:
+                placed = place(work, machine, strategy, pinned_bytes, nbytes)
+                if placed.fits:
+                    ways.append(placed)
+                elif (share := share_needed(placed.memory, machine)) < least_share:
                     nearest, least_share = work, share
     found = _fastest(ways) or nearest
     return replace(found, scheme=_scheme_of(asked, found.passes), unasked=asked.unasked)
@@ -80,76 +79,58 @@ def fastest_lora_work(asked: Work, machine: Machine, *, sequences: int, left_ope
     return found
 
 
-@dataclass(frozen=True)
-class _Way:
-    """A step that fits."""
-
-    work: Work
-    machine: Machine
-    strategy: Strategy
-    pipeline: Pipeline
-    cache: HostCache
-
-    @property
-    def elsewhere(self) -> int:
-        return sum(self.work.saved_elsewhere(device_is_host=self.machine.device_is_host))
-
-    def estimated_seconds(self) -> float:
-        """Estimate the step time, as if everything within a pass overlaps and no passes do."""
-        work, machine, strategy = self.work, self.machine, self.strategy
-        uses = 2 * len(work.group_shards) * work.micro_batches
-        computing = (work.flops / machine.flops_per_s + uses * machine.group_seconds) / work.passes
-        copying = self.elsewhere / machine.link_bytes_per_s
-        if not strategy.uses_nvme:
-            return work.passes * max(computing, copying)
-        drive, _ = rates_of(machine, strategy)
-        # State moves in the first forward, in the last backward, and in the step; all other bytes move in every pass.
-        compute, other = (math.ceil(nbytes * work.shard_numel) for nbytes in strategy.stored_bytes(work.scheme))
-        state_read, state_written = other - sum(self.cache.other_state), compute + other - self.cache.nbytes
-        plain_read, plain_written = bytes_of_step(work, strategy)
-        read = max(0, plain_read - other - sum(self.cache.compute)) / work.passes
-        written = max(0, plain_written - other - compute) / work.passes
-        early = sum(updated_in_backward(work, strategy, self.cache)) / work.shard_numel
-        in_step = strategy.update_of(work.scheme) == "step"
-        forward = computing / (4 if work.checkpointing else 3)
-
-        def seconds(busy: float, *, state: float, passing: float) -> float:
-            """Estimate a part of the step with these shares of the state, and of the bytes that move in every pass."""
-            moving = drive.lower_bound_seconds(
-                passing * read + state * state_read, passing * written + state * state_written
-            )
-            return max(busy, copying if passing else 0.0, moving)
-
-        return (
-            seconds(forward, state=0 if in_step else 1 - early, passing=0.5)
-            + (work.passes - 1) * seconds(computing, state=0, passing=1)
-            + seconds(computing - forward, state=0 if in_step else early, passing=0.5)
-            + seconds(0, state=1 if in_step else 0, passing=0)
-        )
+def _moved_activations(way: Placement) -> int:
+    """Return the bytes of saved activations that leave the device in a pass."""
+    return sum(way.work.saved_elsewhere(device_is_host=way.machine.device_is_host))
 
 
-def _fastest(ways: list[_Way]) -> Work | None:
-    best, best_seconds, simulated = None, math.inf, 0
-    estimates = [way.estimated_seconds() for way in ways]
+def _estimated_seconds(way: Placement) -> float:
+    """Estimate the step time, as if everything within a pass overlaps and no passes do."""
+    work, machine, strategy, cache = way.work, way.machine, way.strategy, way.cache
+    uses = 2 * len(work.group_shards) * work.micro_batches
+    computing = (work.flops / machine.flops_per_s + uses * machine.group_seconds) / work.passes
+    copying = _moved_activations(way) / machine.link_bytes_per_s
+    if not strategy.uses_nvme:
+        return work.passes * max(computing, copying)
+    # State moves in the first forward, in the last backward, and in the step; all other bytes move in every pass.
+    compute, other = (math.ceil(nbytes * work.shard_numel) for nbytes in strategy.stored_bytes(work.scheme))
+    state_read, state_written = other - sum(cache.other_state), compute + other - cache.nbytes
+    plain_read, plain_written = bytes_of_step(work, strategy)
+    read = max(0, plain_read - other - sum(cache.compute)) / work.passes
+    written = max(0, plain_written - other - compute) / work.passes
+    early = sum(updated_in_backward(work, strategy, cache)) / work.shard_numel
+    in_step = strategy.update_of(work.scheme) == "step"
+    forward = computing / (4 if work.checkpointing else 3)
 
-    def rank(number: int) -> tuple[int, int, int]:
+    def seconds(busy: float, *, state: float, passing: float) -> float:
+        """Estimate a part of the step with these shares of the state, and of the bytes that move in every pass."""
+        moved = passing * read + state * state_read, passing * written + state * state_written
+        return max(busy, copying if passing else 0.0, way.drive.lower_bound_seconds(*moved))
+
+    return (
+        seconds(forward, state=0 if in_step else 1 - early, passing=0.5)
+        + (work.passes - 1) * seconds(computing, state=0, passing=1)
+        + seconds(computing - forward, state=0 if in_step else early, passing=0.5)
+        + seconds(0, state=1 if in_step else 0, passing=0)
+    )
+
+
+def _fastest(ways: list[Placement]) -> Work | None:
+    best, best_seconds = None, math.inf
+
+    def rank(estimated: tuple[float, Placement]) -> tuple[int, int, int]:
         """Return the sort key: estimate, then bytes written, then activation bytes moved."""
-        way = ways[number]
+        seconds, way = estimated
         written = bytes_of_step(way.work, way.strategy)[1] - way.cache.nbytes
-        return math.floor(math.log(estimates[number], AS_FAST)), written, way.elsewhere
+        return math.floor(math.log(seconds, AS_FAST)), written, _moved_activations(way)
 
-    for number in sorted(range(len(ways)), key=rank):
-        if AS_FAST * estimates[number] >= best_seconds or simulated == SIMULATED_MAX:
+    for estimate, way in sorted(((_estimated_seconds(way), way) for way in ways), key=rank)[:SIMULATED_MAX]:
+        if AS_FAST * estimate >= best_seconds:
             break
-        way = ways[number]
-        step = step_of(way.work, way.machine, way.strategy, way.pipeline, way.cache)
-        simulated += 1
-        try:
-            seconds = simulate(step, *rates_of(way.machine, way.strategy)).seconds
-        except BudgetError:
-            continue
-        if seconds < best_seconds:
-            best, best_seconds = way.work, seconds
+        with contextlib.suppress(BudgetError):
+            seconds = way.simulate().seconds
+            if seconds < best_seconds:
+                best, best_seconds = way.work, seconds
     return best
 
 

@@ -117,7 +117,7 @@ def test_where_nothing_fits_the_nearest_is_found() -> None:
 
     def least(*works: Work) -> float:
         pairs = product(works, STRATEGIES)
-        memories = (place(replace(work, unasked=False), machine, strategy, None, 0)[2] for work, strategy in pairs)
+        memories = (place(replace(work, unasked=False), machine, strategy, None, 0).memory for work, strategy in pairs)
         return min(share_needed(memory, machine) for memory in memories)
 
     found = fastest_work(asked, machine, sequences=8, left_open=OPEN)

@@ -175,7 +175,7 @@ def _words(plan: Plan) -> list[str]:
         )
     read, written = plan.discarded_bytes
     if written and plan.simulated is not None:
-        more = max(0.0, plan.discarding_seconds() - plan.step_seconds)
+        more = max(0.0, plan.simulate(discards=True).seconds - plan.step_seconds)
         lines.append(
             "speculative updates in the backward; a step that clips or overflows discards them, which costs a rank "
             f"{format_bytes(read)} more read, {format_bytes(written)} more written and {format_seconds(more)}"
