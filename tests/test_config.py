@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from infinity.config import AdamConfig, Batch, Config, WarmupCosineLRConfig, WarmupDecayLRConfig, load_config
+from infinity.config import Batch, Config, load_config
 from infinity.config.__main__ import render_reference
 from infinity.config.blocks import AioConfig
-from infinity.config.optimizers import WarmupLRConfig
+from infinity.config.optimizers import AdamConfig, WarmupCosineLRConfig, WarmupDecayLRConfig, WarmupLRConfig
 from infinity.config.whole import solve_batch
 from infinity.errors import ConfigError
 

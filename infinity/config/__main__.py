@@ -33,7 +33,6 @@ JSON text, or base64 of JSON. It may have comments (`#`, `//`, `/* */`). Every k
 
 
 def render_reference() -> str:
-    """docs/config.md: every block with its keys, what they may be, their defaults and their meaning."""
     parts = [_INTRO, *_render_block("Top level", "", Config)]
     for path, model in NESTED.items():
         parts += _render_block(f"`{path}`", path, model)

@@ -49,7 +49,6 @@ class Block(BaseModel):
 
 
 def key(default: Any, description: str, *, unit: str = "", in_deepspeed: str = "") -> Any:
-    """A key of a block. For the reference: the `unit` of a number, and how the key differs `in_deepspeed`."""
     about: JsonDict = {"unit": unit, "in_deepspeed": in_deepspeed}
     return Field(default=default, description=description, json_schema_extra=about)
 

@@ -22,12 +22,11 @@ from infinity.errors import ConfigError
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-    """The config in `source`: a dict, the path of a JSON file, JSON text, or base64 of the JSON (as some launchers pass it).
+    """The config in `source`: a dict, the path of a JSON file, JSON text, or base64 of the JSON (as some launchers pass
+    it).
 
     JSON may have comments (`#`, `//`, `/* */`) and a comma after the last item, as in the Hjson that DeepSpeed reads.
-
-    Values written as "auto" are listed in `Config.auto` and hold their defaults until `Config.resolve` fills them; keys
-    that mean nothing here are listed in `Config.ignored`.
+    Values written as "auto" are listed in `Config.auto` and hold their defaults until `Config.resolve` fills them.
 
     Raises ConfigError when the source can't be read (path, line and column) or holds anything that can't be right;
     every problem is on a line of its own, with the dotted path of its key.
@@ -49,7 +48,7 @@ class _Object(dict[str, Any]):
 
 
 def _read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """The JSON text of a file, of base64, or the text itself, and the words that name where it came from."""
+    """The JSON text, and the words that name where it came from."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "JSON config"
     path = Path(source)
@@ -140,7 +139,6 @@ class _Reader:
         self.written: dict[str, str] = {}  # canonical path -> the path as the user wrote it
 
     def read_block(self, source: Mapping[Any, Any], model: type[Block], where: str = "") -> dict[str, Any]:
-        """The values that `source` gives to the fields of `model`."""
         if model is ZeroConfig:
             source = self._replace_deprecated(source, where)
         elif model is Config:
@@ -160,7 +158,11 @@ class _Reader:
             elif name in model.ignored_keys:
                 self.ignored.append(path)
             elif name in model.fixed_keys:
-                self._check_fixed(value, path, *model.fixed_keys[name])
+                wanted, reason = model.fixed_keys[name]
+                if value != "auto" and not (
+                    isinstance(value, (bool, str)) and str(value).lower() == str(wanted).lower()
+                ):
+                    self.problems.append(f"{path}: got {shown(value)}, expected {str(wanted).lower()}: {reason}")
             elif name in model.feature_keys:
                 self._check_feature(value, path)
             elif path in self.written:
@@ -250,20 +252,14 @@ class _Reader:
             self.problems.append(f"{path}: got {shown(value)}, expected true or false")
             return default
 
-    def _check_fixed(self, value: Any, path: str, wanted: bool | str, reason: str) -> None:
-        if value != "auto" and (not isinstance(value, (bool, str)) or str(value).lower() != str(wanted).lower()):
-            self.problems.append(f"{path}: got {shown(value)}, expected {str(wanted).lower()}: {reason}")
-
     def _check_feature(self, value: Any, path: str) -> None:
         if not _is_on(value):
             self.ignored.append(path)
             return
-        got = (
-            f"{path}.enabled: got true, expected false" if isinstance(value, Mapping) else f"{path}: got {shown(value)}"
-        )
-        if isinstance(value, Mapping) and "enabled" not in value:
-            got = f"{path}: turned on"
-        self.problems.append(f"{got}: it changes what is computed, and infinity does not do it")
+        got = f": got {shown(value)}"
+        if isinstance(value, Mapping):
+            got = ".enabled: got true, expected false" if "enabled" in value else ": turned on"
+        self.problems.append(f"{path}{got}: it changes what is computed, and infinity does not do it")
 
 
 _TYPED: dict[str, Mapping[str, type[Block]]] = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
@@ -286,11 +282,10 @@ def _is_on(value: Any) -> bool:
 
 
 _OTHER_NAMES = {"max_grad_norm": "gradient_clipping", "learning_rate": "lr", "max_lr": "warmup_max_lr"}
-"""Names that other tools have for some keys, for the error that suggests the key."""
+"""Names that other tools have for some keys."""
 
 
 def _explain_unknown(written: str, where: str) -> str:
-    """The error line for a key that exists nowhere, or not here, with the nearest name that does."""
     path = join(where, written)
     paths = known_paths()
     if path in paths:

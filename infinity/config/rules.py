@@ -31,7 +31,8 @@ from infinity.units import MIB, PAGE_BYTES, parse_bytes, parse_count
 
 @dataclass(frozen=True)
 class Rule:
-    """The last annotation of a kind of value: its name in errors and in the reference, and how to read what users write.
+    """The last annotation of a kind of value: its name in errors and in the reference, and how to read what users
+    write.
 
     pydantic validates what `read` returns. If either refuses the value, the error names what is `wanted`; where that is
     empty, the names of a Literal.
@@ -52,12 +53,11 @@ class Rule:
         return core_schema.no_info_wrap_validator_function(validate, handler(source))
 
     def wanted_of(self, annotation: Any) -> str:
-        """The name of the values of a type that has this rule."""
         return self.wanted or f"one of {', '.join(get_args(annotation))}"
 
 
 ONE_OF = Rule(read=str.lower)
-"""The rule of a Literal of lower-case names, which may be written in any case."""
+"""For a Literal of lower-case names, which may be written in any case."""
 
 
 def _read_flag(value: Any) -> Any:
@@ -76,12 +76,10 @@ def _read_number(value: Any) -> float:
 
 
 def _read_list(value: Any) -> Any:
-    """A list as the tuple that the config holds."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _read_paths(value: Any) -> Any:
-    """One path as text, several as a tuple. Raises ValueError if two are the same."""
     if not isinstance(value, (list, tuple)):
         return os.fspath(value)
     paths = tuple(os.fspath(path) for path in value)

@@ -157,7 +157,7 @@ class Config(Block):
 
     @property
     def micro_batches_at_once(self) -> int:
-        """How many micro-batches of a step take turns in the vertical schedule. Raises ConfigError as `batch`."""
+        """Micro-batches of a step that take turns in the vertical schedule. Raises ConfigError as `batch`."""
         asked = self.infinity.micro_batches_at_once
         return self.batch.accumulation if asked == "auto" else asked
 
@@ -175,14 +175,12 @@ class Config(Block):
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether parameters or optimizer state rest on drives."""
         zero = self.zero_optimization
         return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
-        """Folders on the drives for parameters or optimizer state; empty if none is needed, as for frozen parameters in files
-        of the user."""
+        """Folders on the drives; empty if none is needed, as for frozen parameters in files of the user."""
         zero = self.zero_optimization
         for block in (zero.offload_param, zero.offload_optimizer):
             if block.device == "nvme" and block.nvme_path is not None:
@@ -191,7 +189,6 @@ class Config(Block):
 
     @property
     def io_rings(self) -> int:
-        """Ring threads to start: the larger of `infinity.rings` and `aio.intra_op_parallelism`."""
         return max(self.infinity.rings, self.aio.intra_op_parallelism)
 
     def resolve(self, *, world_size: int, hidden_size: int | None = None, **caller: Any) -> Config:
@@ -211,30 +208,8 @@ class Config(Block):
         batch = solve_batch(*(getattr(config, name) for name in _BATCH_SIZES), world_size=world_size)
         config = config.model_copy(update=dict(zip(_BATCH_SIZES, batch, strict=True)))
         config._ignored = self.ignored
-        if (parts := config.infinity.micro_batches) > 1 and batch.accumulation > 1:
-            problem = (
-                f"infinity.micro_batches: got {parts} with gradient_accumulation_steps {batch.accumulation}, but it splits the "
-                "batch of a whole step; set one of the two to 1"
-            )
-            raise config_error("config", [problem])
-        if parts > 1 and config.infinity.micro_batches_at_once != "auto":
-            problem = (
-                f"infinity.micro_batches_at_once: remove it, as all {parts} parts of infinity.micro_batches are at once"
-            )
-            raise config_error("config", [problem])
-        if batch.accumulation % (at_once := config.micro_batches_at_once):
-            problem = f"infinity.micro_batches_at_once: got {at_once}, expected a divisor of the {batch.accumulation}"
-            raise config_error("config", [f"{problem} micro-batches of a step"])
-        zero = config.zero_optimization
-        ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
-        if world_size % ranks:
-            problem = f"mics_shard_size: got {ranks}, expected a divisor of the {world_size} ranks"
-            raise config_error("config", [f"zero_optimization.{problem}"])
-        if ranks % (second := zero.zero_hpz_partition_size):
-            expected = f"a divisor of the {ranks} ranks that a copy is sharded over"
-            raise config_error(
-                "config", [f"zero_optimization.zero_hpz_partition_size: got {second}, expected {expected}"]
-            )
+        if lines := list(_find_contradictions_of_step(config, batch.accumulation, world_size)):
+            raise config_error("config", lines)
         return config
 
     @model_validator(mode="after")
@@ -262,10 +237,8 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
                 "parameters on every rank; set zero_optimization.stage to 3"
             )
         elif zero.stage == 0 and block.device == "cpu":
-            yield (
-                f'{path}.device: got "cpu" with zero_optimization.stage 0, which shards nothing; '
-                "set zero_optimization.stage to 1, 2 or 3"
-            )
+            got = f'{path}.device: got "cpu" with zero_optimization.stage 0, which shards nothing'
+            yield f"{got}; set zero_optimization.stage to 1, 2 or 3"
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
     sgd = config.optimizer
@@ -290,6 +263,27 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
         )
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
+
+
+def _find_contradictions_of_step(config: Config, accumulation: int, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with a config whose batch is solved."""
+    path = "infinity.micro_batches"
+    if (parts := config.infinity.micro_batches) > 1 and accumulation > 1:
+        yield (
+            f"{path}: got {parts} with gradient_accumulation_steps {accumulation}, but it splits the batch of a whole "
+            "step; set one of the two to 1"
+        )
+    if parts > 1 and config.infinity.micro_batches_at_once != "auto":
+        yield f"{path}_at_once: remove it, as all {parts} parts of infinity.micro_batches are at once"
+    if accumulation % (at_once := config.micro_batches_at_once):
+        yield f"{path}_at_once: got {at_once}, expected a divisor of the {accumulation} micro-batches of a step"
+    path, zero = "zero_optimization", config.zero_optimization
+    ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
+    if world_size % ranks:
+        yield f"{path}.mics_shard_size: got {ranks}, expected a divisor of the {world_size} ranks"
+    if ranks % (second := zero.zero_hpz_partition_size):
+        expected = f"a divisor of the {ranks} ranks that a copy is sharded over"
+        yield f"{path}.zero_hpz_partition_size: got {second}, expected {expected}"
 
 
 def _find_durability_contradictions(config: Config) -> Iterator[str]:
@@ -364,28 +358,21 @@ def _explain(error: ValidationError, written: Mapping[str, str]) -> list[str]:
         if kind == "contradiction":
             lines += str(context["lines"]).split("\n")
             continue
-        path = _source_path([str(part) for part in problem["loc"]])
+        location = [str(part) for part in problem["loc"]]
+        if location[0] in ("optimizer", "scheduler"):  # they keep all but their type in `params`
+            location[1:2] = ["params"]  # pydantic has the type there
+        path = ".".join(location)
         wanted = f"expected {context['wanted']}" if kind == "unwanted" else problem["msg"]
         lines.append(f"{written.get(path, path)}: got {shown(problem['input'])}, {wanted}")
     return lines
 
 
-def _source_path(location: list[str]) -> str:
-    """The dotted path in the source of a model's field: optimizer and scheduler keep all but their type in `params`."""
-    if location[0] in ("optimizer", "scheduler"):
-        location = [location[0], "params", *location[2:]]  # pydantic has the type in the second place
-    return ".".join(location)
-
-
 @functools.cache
 def known_paths() -> tuple[str, ...]:
-    """Dotted paths of every key that is accepted, those of the models first."""
     fields: list[str] = []
-    others: list[str] = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
+    others = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
     others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion", "communication_data_type"]
-    others += [
-        f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
-    ]
+    others += [f"zero_optimization.cpu_offload{rest}" for rest in ("", "_param", "_use_pin_memory")]
     blocks: list[tuple[str, type[Block]]] = [("", Config), *NESTED.items()]
     blocks += [("optimizer.params", model) for model in OPTIMIZERS.values()]
     blocks += [("scheduler.params", model) for model in SCHEDULERS.values()]
@@ -438,7 +425,6 @@ def _caller_names(path: str) -> tuple[str, ...]:
 def _fill_autos(
     values: dict[str, Any], auto: Sequence[str], hidden_size: int | None, caller: Mapping[str, Any]
 ) -> None:
-    """Put into `values` what the caller, the hidden size or another value gives for each path of `auto`."""
     by_size: dict[str, int] = {}
     if hidden_size is not None:
         by_size = {
@@ -470,16 +456,9 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, *, world_size: int) -> Batch:
-    """The three batch sizes from the known ones: `train` = `micro` · `accumulation` · `world_size`.
-
-    Two give the third. With `train` alone one pass is accumulated; otherwise missing sizes are 1.
-    Raises ConfigError, showing the product, when they contradict each other.
-    """
-    derived = [
-        name
-        for name, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", accumulation))
-        if value is None
-    ]
+    """The three batch sizes from the known ones. Two give the third. With `train` alone one pass is accumulated;
+    otherwise missing sizes are 1. Raises ConfigError, showing the product, when they contradict each other."""
+    derived = [name for name, value in zip(_BATCH_SIZES[1:], (micro, accumulation), strict=True) if value is None]
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
         return Batch(micro * accumulation * world_size, micro, accumulation)
@@ -490,13 +469,8 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
         accumulation = max(1, train // (micro * world_size))
     product = micro * accumulation * world_size
     if product != train:
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        raise config_error(
-            "config",
-            [
-                f"train_batch_size: got {train}, expected {' · '.join(names)} · world size = "
-                f"{micro} · {accumulation} · {world_size} = {product}"
-                + (f" ({' and '.join(derived)} derived, rounded down)" if derived else "")
-            ],
-        )
+        problem = f"train_batch_size: got {train}, expected {' · '.join(_BATCH_SIZES[1:])} · world size = "
+        problem += f"{micro} · {accumulation} · {world_size} = {product}"
+        problem += f" ({' and '.join(derived)} derived, rounded down)" if derived else ""
+        raise config_error("config", [problem])
     return Batch(train, micro, accumulation)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from infinity.config import Batch, FlopsProfilerConfig
+from infinity.config import Batch
+from infinity.config.blocks import FlopsProfilerConfig
 from infinity.runtime.observe import now
 
 log = logging.getLogger("infinity")

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
-from infinity.config import Config, MuonConfig, load_config
+from infinity.config import Config, load_config
+from infinity.config.optimizers import MuonConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn
 from infinity.fsdp2.gathered import remember_sharded, with_memory

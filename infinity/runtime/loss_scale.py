@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.config import Fp16Config
+from infinity.config.blocks import Fp16Config
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import is_alone, local_of
 

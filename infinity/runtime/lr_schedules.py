@@ -14,14 +14,14 @@ from typing import Any, TypeVar, cast
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from infinity.config import (
+from infinity.config.optimizers import (
     LRRangeTestConfig,
     OneCycleConfig,
     SchedulerConfig,
     WarmupCosineLRConfig,
     WarmupDecayLRConfig,
-    WarmupType,
 )
+from infinity.config.rules import WarmupType
 from infinity.errors import ConfigError
 
 T = TypeVar("T", int, float)

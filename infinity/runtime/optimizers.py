@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from infinity.config import AdamConfig, Config, MuonConfig, SGDConfig
+from infinity.config import Config
+from infinity.config.optimizers import AdamConfig, MuonConfig, SGDConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.optim.hosted import Stepper

@@ -12,8 +12,8 @@ import pytest
 from infinity.cli import bench
 from infinity.cli.plan.hf_config import read_hf_config
 from infinity.cli.plan.machines import PRESETS, preset_of
-from infinity.config import AdamConfig, load_config
-from infinity.config.optimizers import MuonConfig
+from infinity.config import load_config
+from infinity.config.optimizers import AdamConfig, MuonConfig
 from infinity.drive.choice import DriveProfile, save_profile
 from infinity.errors import ConfigError
 from infinity.plan.lower_bound import DriveSpeed

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
-from infinity.config import Fp16Config
+from infinity.config.blocks import Fp16Config
 from infinity.runtime.loss_scale import make_loss_scale
 
 SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "several_ranks.py"

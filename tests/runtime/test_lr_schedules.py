@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.config import SchedulerConfig, load_config
+from infinity.config import load_config
+from infinity.config.optimizers import SchedulerConfig
 from infinity.errors import ConfigError
 from infinity.runtime.lr_schedules import make_lr_scheduler
 
