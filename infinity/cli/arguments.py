@@ -107,6 +107,11 @@ def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
 
 
+def values_of(of: object, names: str) -> dict[str, Any]:
+    """Return the attributes of these names, for JSON."""
+    return {name: getattr(of, name) for name in names.split()}
+
+
 def write_json(result: dict[str, Any], file: str | Path) -> None:
     text = json.dumps(result, indent=2) + "\n"
     if file == "-":

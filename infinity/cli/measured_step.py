@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.cli.arguments import values_of
 from infinity.cli.plain_torch import PlainStep, PlainTorch, Usage, peak_rss_bytes, plain_process
 from infinity.cli.plan.here import measure_machine
 from infinity.cli.program import without_interrupts
@@ -62,10 +63,6 @@ class Round:
     step: dict[str, Any]
     plain: PlainStep | None
     rates: dict[Workload, float]
-
-    def in_words(self) -> str:
-        plain = f", plain PyTorch in memory {self.plain.seconds:.2f} s" if self.plain is not None else ""
-        return f"{self.step['seconds']:.2f} s{plain}"
 
 
 def plain_process_of(options: argparse.Namespace) -> contextlib.AbstractContextManager[Connection]:
@@ -110,23 +107,14 @@ def measure(options: argparse.Namespace, plain_orders: Connection) -> tuple[dict
     plan = plan_step(work, machine, everything, pinned_bytes=pool_bytes, cache_bytes=stats.cached_bytes)
     return {
         "params": numel,
-        "layers": shape.layers,
-        "hidden": shape.hidden,
-        "batch_size": options.batch_size,
-        "accumulation": options.accumulation,
-        "schedule": options.schedule,
-        "seq": options.seq,
-        "clipping": options.clipping,
-        "optimizer": options.optimizer,
-        "moments_dtype": options.moments_dtype,
-        "master_weights": work.scheme.master_weights,
-        "update": work.scheme.update,
+        **values_of(shape, "layers hidden"),
+        **values_of(options, "batch_size accumulation schedule seq clipping optimizer moments_dtype"),
+        **values_of(work.scheme, "master_weights update"),
         "memory_limit_bytes": options.memory_limit,
         **summarize(rounds, planned_bytes=planned_bytes, numel=numel, backend=backend),
         "predicted_seconds": plan.simulated.seconds if plan.simulated is not None else None,
-        "pinned_bytes": stats.pinned_bytes,
+        **values_of(stats, "pinned_bytes arena_bytes"),
         "cache_bytes": stats.cached_bytes,
-        "arena_bytes": stats.arena_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
         "trace": dataclasses.asdict(traced) if traced is not None else None,
     }, traced
@@ -168,7 +156,8 @@ def _rounds(
             plain_step = plain.step()
             rates = {workload: drive.run(workload, io, _DRIVE_SECONDS).bytes_per_s for workload in Workload}
             rounds.append(Round(step, plain_step, rates))
-            show(f"round {number + 1} of {options.steps}: {rounds[-1].in_words()}")
+            beside = f", plain PyTorch in memory {plain_step.seconds:.2f} s" if plain_step is not None else ""
+            show(f"round {number + 1} of {options.steps}: {step['seconds']:.2f} s{beside}")
     return rounds
 
 
@@ -179,7 +168,7 @@ def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel:
     save some, and some may be moved twice.
     """
     steps = [measured.step for measured in rounds]
-    median = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+    median = {key: _median(step[key] for step in steps) or 0.0 for key in steps[0]}
     rates = {workload: statistics.median(measured.rates[workload] for measured in rounds) for workload in Workload}
     moved_bytes = median["read_bytes"], median["written_bytes"]
     drive_seconds = sum(map(min, planned_bytes, moved_bytes)) / rates[Workload.MIXED]
@@ -221,12 +210,8 @@ def _make_engine(options: argparse.Namespace, shape: Shape) -> infinity.Engine:
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
         "infinity": {
-            "pinned_bytes_max": options.pinned_bytes_max,
+            **values_of(options, "pinned_bytes_max master_weights moments_dtype update schedule"),
             "host_cache_bytes": options.cache,
-            "master_weights": options.master_weights,
-            "moments_dtype": options.moments_dtype,
-            "update": options.update,
-            "schedule": options.schedule,
             "gradient_bytes_max": "auto" if options.gradient_memory is None else options.gradient_memory,
         },
     }
@@ -245,11 +230,7 @@ def _step(engine: infinity.Engine, options: argparse.Namespace) -> dict[str, Any
     engine.swap.stager.settle_all()
     seconds = time.perf_counter() - began
     after, used = engine.swap_stats(), Usage.now().since(used_before)
-    assert after is not None
-    return {
-        "seconds": seconds,
-        **used._asdict(),
-        "read_bytes": after.read_bytes - before.read_bytes,
-        "written_bytes": after.written_bytes - before.written_bytes,
-        "stall_seconds": after.stall_seconds - before.stall_seconds,
+    moved = {
+        name: getattr(after, name) - getattr(before, name) for name in ("read_bytes", "written_bytes", "stall_seconds")
     }
+    return {"seconds": seconds, **used._asdict(), **moved}

@@ -88,10 +88,6 @@ class Answer:
     frozen_eased: Easing
     lora_rank: int
 
-    @property
-    def something_fits(self) -> bool:
-        return self.chosen is not None or any(plan.fits for plan in self.frozen)
-
 
 def answer(case: Case, *, lora_rank: int, base_bits: int) -> Answer:
     eased = next((easing for easing in case.easings if replace(case, easings=(easing,)).fits()), case.easings[-1])

@@ -57,14 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder on the drive, and nvme_path of the written config; without --preset this machine and that drive are "
         "measured",
     )
-    _add_model(parser.add_argument_group("model"))
-    _add_machine(parser.add_argument_group("machine"))
-    _add_training(parser.add_argument_group("training"))
-    _add_output(parser.add_argument_group("output"))
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("model").add_argument
     text = 'number of parameters, such as "70B"'
     add("--params", type=checked_value(parse_count, at_least=1), metavar="COUNT", help=text)
     for name, meaning in (
@@ -77,10 +70,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         add(f"--{name}", type=count, metavar="N", help=meaning)
     text = "config.json of a Hugging Face model, dense or a mixture of experts"
     add("--hf-config", type=Path, metavar="FILE", help=text)
-
-
-def _add_machine(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("machine").add_argument
     add("--preset", metavar="NAME", help='a known machine, or a GPU such as "RTX 3090"; "list" lists them')
     add("--nodes", type=count, metavar="N", help="nodes (default: 1)")
     add("--gpus", type=count, dest="ranks_per_node", metavar="N", help="GPUs of a node, or processes")
@@ -104,9 +94,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     ):
         add(f"--{name}", type=partial(_rate, meaning.split()[0]), dest=attribute, metavar="RATE", help=meaning)
     add("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
-
-
-def _add_training(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("training")
     add = group.add_argument
     text = "tokens of a step, over all GPUs: choose the micro-batches, how many run at once, and where activations and "
     text += "gradients wait, for the fastest step that fits; other options are kept"
@@ -119,10 +107,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
     text = "pinned memory of a rank, including cache and activation buffer (default: what fits best)"
     add("--pinned-bytes-max", type=size, metavar="BYTES", help=text)
-    text = (
-        "where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU; cpu "
-    )
-    text += "if nothing fits otherwise)"
+    text = "where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU; "
+    text += "cpu if nothing fits otherwise)"
     add("--offload-activations", choices=("none", "cpu", "nvme"), help=text)
     text = "pinned memory of a rank for activations on NVMe (default: 256 MiB, or more if needed)"
     add("--activation-buffer", type=size, metavar="BYTES", help=text)
@@ -135,9 +121,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     text = "bits of those frozen weights: 16, or 8 or 4 for the matrices of the blocks (default: from "
     text += "--hf-config, else 16)"
     add("--base-bits", type=int, choices=BASE_BITS, help=text)
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("output")
     add_json(group)
     for name, metavar, meaning in (
         ("write-config", "FILE", "write a training config for the chosen strategy"),

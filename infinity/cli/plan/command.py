@@ -74,7 +74,7 @@ def run(asked: argparse.Namespace) -> int:
         for file in unwritten:
             older = ", an older file stays there" if file.exists() else ""
             print(f"infinity-bench plan: full training does not fit: nothing written to {file}{older}", file=sys.stderr)
-        return 0 if told.something_fits and not unwritten else 1
+        return 0 if any(plan.fits for plan in told.frozen) and not unwritten else 1
     if asked.write_config is not None:
         write_json(config_for(chosen, nvme_path), asked.write_config)
     if asked.timeline is not None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from infinity.cli.arguments import values_of
 from infinity.cli.plan.answer import Answer
 from infinity.cli.plan.training_config import config_for, schedule_of
 from infinity.cli.tables import table_of
@@ -280,44 +281,30 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
     work, machine = plans[0].work, plans[0].machine
     model, drive = work.model, machine.drive
     experts, mixed = model.experts, drive.mixed if drive else None
+    rates = "flops_per_s device_bytes device_bytes_per_s link_bytes_per_s host_bytes host_bytes_per_s drive_bytes "
+    rates += "node_link_bytes_per_s network_bytes_per_s"
     return {
         "format": JSON_FORMAT,
         "model": {
             "params": model.numel,
-            "layers": model.layers,
-            "hidden": model.hidden,
-            "heads": model.heads,
-            "vocab": model.vocab,
-            "seq": model.seq,
+            **_values(model, "layers hidden heads vocab seq"),
             "active_params": model.active_numel,
-            "experts": experts
-            and {"count": experts.count, "per_token": experts.per_token, "blocks": len(experts.blocks)},
+            "experts": experts and {**_values(experts, "count per_token"), "blocks": len(experts.blocks)},
         },
         "machine": {
-            "name": machine.name,
-            "nodes": machine.nodes,
-            "ranks_per_node": machine.ranks_per_node,
-            **{name: _finite(getattr(machine, name)) for name in _RATES},
+            **_values(machine, f"name nodes ranks_per_node {rates}"),
             "read_bytes_per_s": drive.read_bytes_per_s if drive else None,
             "write_bytes_per_s": drive.write_bytes_per_s if drive else None,
             "mixed_bytes_per_s": sum(mixed) if mixed else None,
         },
         "batch": work.samples,
         "accumulation": work.micro_batches,
-        "micro_batches_at_once": work.micro_batches_at_once,
         "schedule": "vertical" if schedule_of(work) == "vertical" else "horizontal",
-        "checkpointing": work.checkpointing,
-        "groups_per_block": work.groups_per_block,
         "offload_activations": work.activations,
-        "activation_host_bytes_max": work.activation_host_bytes_max,
-        "activation_buffer_bytes": work.activation_buffer_bytes,
-        "gradient_bytes_max": work.gradient_bytes_max,
-        "clipping": work.clipping,
-        "master_weights": work.scheme.master_weights,
-        "update": work.scheme.update,
-        "speculative": work.scheme.speculative,
+        **_values(work, "micro_batches_at_once checkpointing groups_per_block clipping gradient_bytes_max"),
+        **_values(work, "activation_host_bytes_max activation_buffer_bytes"),
+        **_values(work.scheme, "master_weights update speculative moments"),
         "durability": "step" if work.durable else "none",
-        "moments": work.scheme.moments,
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
@@ -335,30 +322,16 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
     }
 
 
-_RATES = (
-    "flops_per_s",
-    "device_bytes",
-    "device_bytes_per_s",
-    "link_bytes_per_s",
-    "host_bytes",
-    "host_bytes_per_s",
-    "drive_bytes",
-    "node_link_bytes_per_s",
-    "network_bytes_per_s",
-)
-
-
 def _plan_as_json(plan: Plan) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "name": plan.strategy.name,
-        "stage": plan.strategy.stage,
+        **_values(plan.strategy, "name stage"),
         "offload_param": plan.strategy.parameters,
         "offload_optimizer": plan.strategy.optimizer,
         "fits": plan.fits,
         "update": plan.strategy.update_of(plan.work.scheme),
         "speculative": plan.discarded_bytes[1] > 0,
         "reasons": list(plan.reasons),
-        "memory_bytes_per_rank": _memory_as_json(plan.memory),
+        "memory_bytes_per_rank": _values(plan.memory, "device host nvme"),
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
@@ -367,24 +340,14 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
     }
     if plan.simulated is not None:
         simulated = plan.simulated
+        moved = _values(simulated, "read_bytes written_bytes to_device_bytes to_host_bytes")
         result |= {
-            "step_seconds": plan.step_seconds,
-            "gradient_seconds": simulated.gradient_seconds,
-            "stall_seconds": simulated.stall_seconds,
-            "tokens_per_s": plan.tokens_per_s,
-            "read_bytes_per_rank": simulated.read_bytes,
-            "written_bytes_per_rank": simulated.written_bytes,
-            "to_device_bytes_per_rank": simulated.to_device_bytes,
-            "to_host_bytes_per_rank": simulated.to_host_bytes,
-            "pool_bytes_peak": simulated.pool_bytes_peak,
-            "live_bytes_peak": simulated.live_bytes_peak,
+            **_values(plan, "step_seconds tokens_per_s drive_writes_per_day drive_days bound hours_per_billion_tokens"),
+            **_values(simulated, "gradient_seconds stall_seconds pool_bytes_peak live_bytes_peak"),
+            **{f"{name}_per_rank": nbytes for name, nbytes in moved.items()},
+            "written_bytes_per_token": plan.written_bytes_per_token,
             "discarded_read_bytes_per_rank": plan.discarded_bytes[0],
             "discarded_written_bytes_per_rank": plan.discarded_bytes[1],
-            "drive_writes_per_day": plan.drive_writes_per_day,
-            "drive_days": plan.drive_days,
-            "bound": plan.bound,
-            "hours_per_billion_tokens": plan.hours_per_billion_tokens,
-            "written_bytes_per_token": plan.written_bytes_per_token,
             "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
         }
     return result
@@ -392,28 +355,20 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def _frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
     return {
-        "name": plan.name,
-        "per": plan.per,
-        "base_bits": plan.base_bits,
-        "fits": plan.fits,
+        **_values(plan, "name per base_bits fits pinned_bytes tokens start_seconds seconds tokens_per_s limit"),
         "reasons": list(plan.reasons),
-        "memory_bytes_per_rank": _memory_as_json(plan.memory),
-        "pinned_bytes": plan.pinned_bytes,
+        "memory_bytes_per_rank": _values(plan.memory, "device host nvme"),
         "trained_params": plan.trained_numel,
-        "tokens": plan.tokens,
-        "start_seconds": _finite(plan.start_seconds),
-        "seconds": _finite(plan.seconds),
-        "tokens_per_s": plan.tokens_per_s,
         "read_bytes_per_rank": round(plan.read_bytes),
         "written_bytes_per_rank": 0,
         "busy_seconds": {resource: _finite(seconds) for resource, seconds in plan.busy.items()},
-        "limit": plan.limit,
     }
 
 
-def _memory_as_json(memory: Memory) -> dict[str, dict[str, int]]:
-    return {tier: getattr(memory, tier) for tier in _TIERS}
+def _values(of: object, names: str) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in values_of(of, names).items()}
 
 
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value
+def _finite(value: Any) -> Any:
+    """Return None for infinity, which JSON lacks."""
+    return None if value == math.inf else value

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.console import Console
 
 import infinity
 from infinity.aio import IoSettings
+from infinity.cli.arguments import values_of
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.search import Choice, Search, Standing
 from infinity.cli.tables import table_of
@@ -258,17 +259,13 @@ def _path_as_json(swept: Swept) -> dict[str, Any]:
         "path": str(swept.path),
         "drive": {
             "name": name_of(drive),
-            "model": drive.model,
             "size_bytes": drive.nbytes,
-            "file_system": drive.file_system,
-            "layers": drive.layers,
+            **values_of(drive, "model file_system layers"),
         },
         "file_bytes": swept.test.nbytes,
-        "direct": swept.test.direct,
         "seconds": round(swept.seconds, 1),
-        "spread": search.spread,
-        "disturbed": search.disturbed,
-        "notes": swept.test.notes,
+        **values_of(search, "spread disturbed"),
+        **values_of(swept.test, "direct notes"),
     }
     for workload in Workload:
         if (standing := search.fastest(workload)) is not None:
@@ -296,13 +293,8 @@ def _standing_as_json(standing: Standing, workload: Workload) -> dict[str, Any]:
     settings = standing.settings
     fio_s = settings.backend == fio.NAME
     names = ("iodepth", "numjobs") if fio_s else ("queue_depth", "rings")
-    result = asdict(standing) | {
-        "backend": settings.backend,
-        "block_bytes": settings.block_bytes,
-        names[0]: settings.queue_depth,
-        names[1]: settings.rings,
-    }
-    del result["settings"]
+    result = values_of(standing, "bytes_per_s bytes_per_s_min bytes_per_s_max cpu_seconds_per_gib rounds")
+    result |= values_of(settings, "backend block_bytes") | {names[0]: settings.queue_depth, names[1]: settings.rings}
     if workload is Workload.MIXED and not fio_s:
         result["mix"] = settings.mix
     return result

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from infinity.aio import IoSettings, probe
-from infinity.cli.arguments import write_json
+from infinity.cli.arguments import values_of, write_json
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.report import (
     AllAtOnce,
@@ -134,13 +134,8 @@ class Sweep:
                 self._wall_seconds += time.monotonic() - began
                 return trial
 
-            search = Search(
-                measure=measure,
-                backends=self._backends,
-                fits=fits,
-                effort=self._effort,
-                rivals=[fio.NAME] if rival is not None else [],
-            )
+            rivals = [fio.NAME] if rival is not None else []
+            search = Search(measure=measure, backends=self._backends, fits=fits, effort=self._effort, rivals=rivals)
             swept = Swept(path.resolve(), drive_of(path), test, search, rival)
             self._swept.append(swept)
             began = time.monotonic()
@@ -190,20 +185,14 @@ class Sweep:
         choice = swept.search.recommended()
         if choice is None:
             return
-        settings = choice.settings
+        measured = values_of(choice.settings, "backend block_bytes queue_depth rings mix")
+        measured |= {f"{workload.value}_bytes_per_s": choice.of[workload].bytes_per_s for workload in Workload}
         profile = DriveProfile(
             written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             path=str(swept.path),
             drive=label_of(swept.drive),
-            backend=settings.backend,
-            block_bytes=settings.block_bytes,
-            queue_depth=settings.queue_depth,
-            rings=settings.rings,
-            mix=settings.mix,
-            read_bytes_per_s=choice.of[Workload.READ].bytes_per_s,
-            write_bytes_per_s=choice.of[Workload.WRITE].bytes_per_s,
-            mixed_bytes_per_s=choice.of[Workload.MIXED].bytes_per_s,
             cpu_seconds_per_gib=choice.cpu_seconds_per_gib,
+            **measured,
         )
         try:
             path = save_profile(profile, swept.path)
