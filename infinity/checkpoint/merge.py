@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +65,16 @@ def merge(
             )
         tensors = {name: _dtype_and_shape(where[name], name) for name in sorted(where)}
         lora.check_fits(tensors, source)
+        kinds = (".json", ".txt", ".model", ".jinja")  # config.json, the tokenizer and the like
+        files = [file for file in sorted(source.iterdir()) if file.suffix in kinds] if source.is_dir() else []
+        descriptions = [file for file in files if file.is_file() and not file.name.endswith(".index.json")]
         return write_model(
             Path(output),
             tensors,
             lambda name: [lora.merged(name, where[name].get_tensor(name))],
             bytes_max=max_shard_bytes,
             progress=progress,
-            copied=_descriptions(source) if source.is_dir() else (),
+            copied=descriptions,
         )
 
 
@@ -205,13 +208,3 @@ def _dtype_and_shape(file: Any, name: str) -> tuple[torch.dtype, tuple[int, ...]
     rows = file.get_slice(name)
     shape = tuple(rows.get_shape())
     return (rows[:0] if shape else file.get_tensor(name)).dtype, shape
-
-
-def _descriptions(source: Path) -> Iterable[Path]:
-    return [
-        file
-        for file in sorted(source.iterdir())
-        if file.is_file()
-        and file.suffix in (".json", ".txt", ".model", ".jinja")
-        and not file.name.endswith(".index.json")
-    ]

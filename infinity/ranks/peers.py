@@ -191,7 +191,8 @@ class Peers:
 
     def _fail(self, error: BaseException, standing: list[str], running: _Pass) -> None:
         """Return if this rank is to raise its own error, else raise that of another rank."""
-        report = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
+        operations = [group._get_sequence_number_for_group() for group in self._groups]  # type: ignore[attr-defined]
+        report = _Report(dist.get_rank(), type(error).__name__, str(error), operations, standing)
         try:
             cause = self._known_cause()
             if cause is None and running.number and (parted := self._parted_ways(running)) is not None:
@@ -268,9 +269,6 @@ class Peers:
                 return None
             time.sleep(_WAIT_SECONDS)
         return [self._store.get(key) for key in keys]
-
-    def _operations(self) -> list[int]:
-        return [group._get_sequence_number_for_group() for group in self._groups]  # type: ignore[attr-defined]
 
     def _end_operations(self) -> None:
         for link in self._links:
