@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from infinity.aio import IoEngine, PinnedPool, Priority, Request
 from infinity.aio.pool import FreeRanges
-from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import DriveSpeed
 from infinity.plan.simulator import simulate
 from infinity.plan.step import Pause, Step, SubGroup, Use
 from infinity.schedule.readahead import plan_look_ahead

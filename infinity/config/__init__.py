@@ -1,7 +1,7 @@
 """The training config: DeepSpeed's JSON, read into frozen and documented models. Runs once, at start, on the caller's
 thread.
 
-From the bottom: `rules` (what a value may be) ← `blocks`, `infinity_block`, `optimizers` (the models) ← `whole` (the
+From the bottom: `rules` (what a value may be) ← `blocks`, `optimizers` (the models) ← `whole` (the
 config: which values contradict each other, and how "auto" is filled) ← `read`, `__main__`, which prints docs/config.md.
 """
 

@@ -19,12 +19,12 @@ from infinity.config.blocks import (
     CsvMonitorConfig,
     FlopsProfilerConfig,
     Fp16Config,
+    InfinityConfig,
     TensorboardConfig,
     WandbConfig,
     ZeroConfig,
     key,
 )
-from infinity.config.infinity_block import InfinityConfig
 from infinity.config.optimizers import (
     OPTIMIZERS,
     SCHEDULERS,

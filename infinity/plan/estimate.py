@@ -7,11 +7,10 @@ import math
 import operator
 from dataclasses import dataclass, replace
 
-from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, ROOT, Work
 from infinity.schedule import pinned
-from infinity.schedule.residency import choose_resident, choose_staying
+from infinity.schedule.residency import Candidate, choose_resident, choose_staying, moved_bytes
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
@@ -54,6 +53,33 @@ class Memory:
     @property
     def nvme_bytes(self) -> int:
         return sum(self.nvme.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one rank that a step treats alike. gathers: of each per step; see `live.LivePlan.gathers`.
+    compute_on_nvme: False if gathers read them from ordinary host memory."""
+
+    numel: int
+    gathers: int = 2
+    compute_on_nvme: bool = True
+
+
+def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
+    """Return the bytes of `part` that a step moves with all state on NVMe: compute parameters, and other state. Units:
+    bytes."""
+    if not part.compute_on_nvme:  # masters are stored in full
+        full = replace(scheme, master_weights="full")
+        return Candidate(0, 1, 0, 0), Candidate(math.ceil(full.other_state_bytes() * part.numel), 1, 1, 1)
+    return (
+        Candidate(COMPUTE_BYTES * part.numel, 1, scheme.compute_reads(part.gathers), 1),
+        Candidate(math.ceil(scheme.other_state_bytes() * part.numel), 1, 1, 1),
+    )
+
+
+def step_bytes(part: Part, scheme: Scheme) -> tuple[int, int]:
+    """Return the minimum bytes (read, written) of a step with nothing cached."""
+    return moved_bytes(candidates_of(part, scheme), (0, 0))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,27 @@ import math
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.lower_bound import DriveSpeed
+
+
+@dataclass(frozen=True)
+class DriveSpeed:
+    """The drives' rates for one rank (bytes per second). mixed: rates of reads and of writes at the same time; None for
+    drives that alternate."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed: tuple[float, float] | None = None
+
+    def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """Return the least time for these bytes. If reading and writing at once is faster than alternating, it does so
+        while both remain, and then moves the remainder alone."""
+        seconds = 0.0
+        reads, writes = self.mixed or (0.0, 0.0)
+        if reads / self.read_bytes_per_s + writes / self.write_bytes_per_s > 1:  # faster than alternating
+            seconds = min(read_bytes / reads, written_bytes / writes)
+            read_bytes -= seconds * reads
+            written_bytes -= seconds * writes
+        return seconds + read_bytes / self.read_bytes_per_s + written_bytes / self.write_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ from infinity.plan.estimate import (
     second_slot_bytes,
     updated_in_backward,
 )
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.program import step_of
 from infinity.plan.resources import Simulated
 from infinity.plan.simulator import simulate

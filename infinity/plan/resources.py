@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import DriveSpeed
 from infinity.schedule.timeline import Interval
 
 

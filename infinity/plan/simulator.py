@@ -25,7 +25,7 @@ import math
 from collections import deque
 
 from infinity.errors import BudgetError
-from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import DriveSpeed
 from infinity.plan.resources import READ, WRITE, Clock, Drive, Link, Simulated
 from infinity.plan.step import Pause, Step, SubGroup, Use
 from infinity.schedule.readahead import Eviction

@@ -24,7 +24,7 @@ from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.materialize import load_full
 from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.fsdp2.sharding import local_of, reshard
-from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import DriveSpeed
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale, Scalar

@@ -10,7 +10,7 @@ from typing import Any
 import launch
 import pytest
 
-from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import DriveSpeed
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))

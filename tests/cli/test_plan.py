@@ -16,7 +16,7 @@ from infinity.config import load_config
 from infinity.config.optimizers import AdamConfig, MuonConfig
 from infinity.drive.choice import DriveProfile, save_profile
 from infinity.errors import ConfigError
-from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import DriveSpeed
 from infinity.plan.planner import plans_for
 from infinity.plan.strategy import STRATEGIES
 

@@ -10,8 +10,7 @@ import pytest
 
 from infinity.cli.plan.machines import PRESETS
 from infinity.plan.frozen import frozen_plans
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.planner import Plan, fastest_that_fits, place, plans_for, share_needed
 from infinity.plan.search import fastest_lora_work, fastest_work
 from infinity.plan.strategy import STRATEGIES

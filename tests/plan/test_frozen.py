@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from infinity.cli.plan.machines import PRESETS
 from infinity.plan.frozen import IN_TURNS, START_SECONDS, FrozenPlan, frozen_plans
 from infinity.plan.frozen_groups import BASE_BITS, FrozenGroups
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.transformer import Experts, Transformer, transformer_of
 from infinity.plan.work import Work
 from infinity.schedule.pinned import look_ahead_room

@@ -19,8 +19,7 @@ from infinity.plan.estimate import (
     pipeline_of,
     updated_in_backward,
 )
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.planner import busiest, fastest_that_fits, plan_step, plans_for
 from infinity.plan.program import step_of, update_bytes
 from infinity.plan.simulator import simulate

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
-from infinity.plan.lower_bound import DriveSpeed, Part, step_bytes
+from infinity.plan.estimate import Part, step_bytes
+from infinity.plan.machine import DriveSpeed
 from infinity.plan.resources import Simulated
 from infinity.plan.simulator import simulate
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use

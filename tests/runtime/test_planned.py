@@ -12,8 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.plan.estimate import memory_of, pipeline_of
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.planner import plan_step
 from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.transformer import Transformer

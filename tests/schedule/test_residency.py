@@ -10,7 +10,7 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.plan.lower_bound import Part, candidates_of
+from infinity.plan.estimate import Part, candidates_of
 from infinity.schedule.residency import (
     UNITS_READ_AHEAD,
     Candidate,

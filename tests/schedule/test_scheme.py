@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.plan.lower_bound import Part, step_bytes
+from infinity.plan.estimate import Part, step_bytes
 from infinity.schedule.scheme import Scheme, choose_update
 
 NUMEL = 1000

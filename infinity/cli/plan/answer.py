@@ -18,8 +18,7 @@ from itertools import combinations, islice
 from typing import Any, NamedTuple
 
 from infinity.plan.frozen import FrozenPlan, frozen_plans
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.planner import Plan, fastest_that_fits, plans_for, some_strategy_fits
 from infinity.plan.work import Work
 

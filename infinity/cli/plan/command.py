@@ -18,8 +18,7 @@ from infinity.cli.plan.training_config import config_for
 from infinity.cli.program import add_command, usage_checked
 from infinity.cli.training import work_from
 from infinity.errors import ConfigError
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.search import fastest_lora_work, fastest_work
 from infinity.plan.transformer import Transformer
 from infinity.plan.work import Work

@@ -22,8 +22,7 @@ from infinity.drive.choice import DriveProfile, load_profile
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import DriveRates, measure_drive
 from infinity.host_memory import available_bytes
-from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.machine import Machine
+from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.program import ADAM_BYTES, CLIP_BYTES, NORM_BYTES
 from infinity.plan.transformer import BLOCK_FACTOR, Transformer, heads_for
 from infinity.store.run_folder import free_bytes

@@ -24,7 +24,7 @@ from infinity.cli.sweep.search import Choice, Search, Standing
 from infinity.cli.tables import table_of
 from infinity.drive.describe import Drive
 from infinity.drive.measure import DriveTest, Workload
-from infinity.plan.lower_bound import Part, step_bytes
+from infinity.plan.estimate import Part, step_bytes
 from infinity.plan.planner import RATED_DAYS
 from infinity.schedule.scheme import Scheme
 from infinity.units import DAY_SECONDS, GIB, KIB, MIB, format_bytes, format_count, format_seconds

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan.lower_bound import DriveSpeed, Part, step_bytes
+from infinity.plan.estimate import Part, step_bytes
+from infinity.plan.machine import DriveSpeed
 from infinity.schedule.scheme import Scheme
 
 B = 10**9
