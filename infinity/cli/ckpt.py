@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import infinity
-from infinity.cli.arguments import named_path, size
+from infinity.cli.arguments import named_path, size, values_of
 from infinity.cli.program import run_program
 from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1
 """Incremented when a key of a JSON report changes its meaning or is removed, not when one is added."""
 
-_EPILOG = (
-    "exit code: 0 on success; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; "
-    "130 after Ctrl-C."
-)
+_EPILOG = """\
+exit code: 0 on success; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; 130 after Ctrl-C.
+"""
 _DTYPES = ("fp32", "bf16", "fp16")
 _CHECKPOINT = "a checkpoint, or the folder that it was saved to"
 _METAVARS = {"checkpoint": "CKPT", "output": "OUT", "base": "MODEL", "adapter": "ADAPTER"}
@@ -54,10 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "convert an arena checkpoint to torch.distributed.checkpoint's format, which stock FSDP2 + AdamW loads"
     new = "the folder of the new checkpoint; must be new or empty"
     _add(commands, "export", _export, text, checkpoint=_CHECKPOINT, output=new)
-    text = (
-        "convert a DeepSpeed checkpoint (ZeRO 1 to 3, or universal; Adam) to one of infinity's, for load_checkpoint; "
-    )
-    text += "runs no code in it"
+    text = "convert a DeepSpeed checkpoint (ZeRO 1 to 3, or universal; Adam) to one of infinity's, for load_checkpoint;"
+    text += " runs no code in it"
     theirs = "a DeepSpeed checkpoint, or the folder that it was saved to"
     new = "the folder for load_checkpoint; must be new or empty"
     imported = _add(commands, "import", _import, text, checkpoint=theirs, output=new)
@@ -92,16 +89,17 @@ def _info(options: argparse.Namespace) -> int:
     with open_model(options.checkpoint, options.tag) as model:
         manifest = model.manifest
         parameters = [shape for name, (_, shape) in model.tensors.items() if name not in model.buffers]
+        of_manifest: dict[str, Any] = dict.fromkeys(("saved", "global_steps", "ranks", "files")) | {
+            "state_format": "dcp"
+        }
+        if manifest is not None:
+            of_manifest = values_of(manifest, "saved global_steps ranks state_format") | {"files": len(manifest.files)}
         facts: dict[str, Any] = {
             "checkpoint": str(model.path),
-            "saved": manifest.saved if manifest else None,
-            "global_steps": manifest.global_steps if manifest else None,
-            "ranks": manifest.ranks if manifest else None,
+            **of_manifest,
             "parameters": sum(math.prod(shape) for shape in parameters),
             "parameter_tensors": len(parameters),
             "tied": model.aliases,
-            "state_format": manifest.state_format if manifest else "dcp",
-            "files": len(manifest.files) if manifest else None,
             "nbytes": sum(file.stat().st_size for file in model.path.iterdir() if file.is_file()),
             "hashed": manifest is not None,
         }

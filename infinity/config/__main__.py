@@ -76,7 +76,8 @@ def _render_field(name: str, path: str, model: type[Block]) -> str:
         shown = "" if default is None else f"`{json.dumps(default)}`"
     about = field.json_schema_extra
     assert isinstance(about, dict)  # of `blocks.key`
-    return f"| `{key}` | {wanted} | {about['unit']} | {shown} | {field.description} | {about['in_deepspeed']} |"
+    unit = about["unit"] or "bytes" * (" bytes " in wanted)
+    return f"| `{key}` | {wanted} | {unit} | {shown} | {field.description} | {about['in_deepspeed']} |"
 
 
 def _find_wanted(annotation: Any, metadata: Sequence[Any]) -> str:

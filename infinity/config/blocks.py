@@ -76,7 +76,6 @@ class AioConfig(Block):
         MIB,
         "Bytes per submission to the kernel; a transfer is cut into such blocks. If absent or auto: from the drive's "
         "profile (`infinity-bench sweep`), or else the largest request of its block queue.",
-        unit="bytes",
         in_deepspeed="1 MiB unless set.",
     )
     queue_depth: Positive = key(
@@ -389,17 +388,15 @@ class OffloadActivationsConfig(Block):
         "none",
         "none leaves them on the device; cpu is host memory, nvme the drives with parameters or optimizer state.",
     )
-    bytes_min: Bytes = key(1 << 20, "Tensors of fewer bytes stay on the device.", unit="bytes")
+    bytes_min: Bytes = key(1 << 20, "Tensors of fewer bytes stay on the device.")
     host_bytes_max: AutoBytes = key(
         "auto",
         "With device cpu: the most host memory they take; the others stay on the device. auto is no bound.",
-        unit="bytes",
     )
     buffer_bytes: BudgetBytes = key(
         256 << 20,
         "With device nvme: pinned memory for their transfers, counted in `pinned_bytes_max`. A tensor larger than a "
         "quarter of it stays on the device.",
-        unit="bytes",
     )
 
 
@@ -417,13 +414,11 @@ class InfinityConfig(Block):
         "memory (control groups counted): first room for the state of the two largest groups, if updates are in the "
         "backward; then for compute parameters (2 bytes per element) that stay from step to step and are not read again. A "
         "value above the first two is used for these compute parameters, too.",
-        unit="bytes",
     )
     host_cache_bytes: Bytes = key(
         0,
         "Pinned memory that keeps compute parameters (16-bit) and optimizer state from step to step: those that save the "
         "most transfers; they take no space on the drive. Counted in `pinned_bytes_max`, and no more than they need.",
-        unit="bytes",
     )
     gradient_bytes_max: AutoBytes = key(
         "auto",
@@ -432,7 +427,6 @@ class InfinityConfig(Block):
         "group wait for the next forward, and with clipping, accumulation or fp16 those of all groups; with a bound, reached "
         "or not, no group is left to the forward. A gradient takes 4 bytes per parameter, or 2 if 16 bits hold all of it: "
         "reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
-        unit="bytes",
     )
     keep_grad: Flag = key(
         False,

@@ -1,7 +1,5 @@
-"""What one forward computes and where its seconds go, module by module: the report of `flops_profiler`.
-
-Made on rank 0 only, for one micro-batch of one step. Training thread only.
-"""
+"""What one forward computes and where its seconds go, module by module: the report of `flops_profiler`, on rank 0.
+Training thread only."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ log = logging.getLogger("infinity")
 
 @dataclass(eq=False)
 class _Part:
-    """A module, and what its forwards took with all that is inside it. flops: two per multiply and add; seconds: of its
-    forward, gathering included."""
+    """A module, and what its forwards took, with all that is inside it. flops: two per multiply and add."""
 
     name: str
     kind: str
@@ -38,11 +35,7 @@ class _Part:
 
 
 class FlopsProfile:
-    """See `flops_profiler` in docs/config.md. `measure` goes around forward, backward and step; `report` tells.
-
-    The operations are those that torch.utils.flop_counter knows: matrix products, convolutions and attention.
-    `shard_numel`: parameters of this rank's shards.
-    """
+    """See `flops_profiler` in docs/config.md. `measure` goes around forward, backward and step."""
 
     def __init__(self, module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int) -> None:
         self._module, self._settings, self._batch, self._shard_numel = module, settings, batch, shard_numel
@@ -53,8 +46,8 @@ class FlopsProfile:
 
     @contextlib.contextmanager
     def measure(self, part: str, steps: int, micro_batches: int = 1) -> Iterator[None]:
-        """Where `steps` is the step to profile, count what happens in the block for `part`: "fwd" and "bwd" of the first
-        micro-batch, or of so many at once; "step" of the last."""
+        """In the step to profile, count what happens in the block for `part`: "fwd" and "bwd" of the first micro-batch,
+        or of as many as pass at once; "step" of the last."""
         wanted = part == "step" or (part not in self._seconds and torch.is_grad_enabled())
         if not self.is_due(steps) or not wanted:
             yield
@@ -67,11 +60,10 @@ class FlopsProfile:
         self._seconds[part] = now() - began
 
     def is_due(self, steps: int) -> bool:
-        """Whether `steps` is the step to profile."""
         return steps == self._settings.profile_step
 
     def report(self) -> bool:
-        """Write the report where the config says, if the step that just ended was measured; whether it was."""
+        """Write the report if the step that just ended was measured, and return True then."""
         if not self._seconds.keys() >= {"fwd", "bwd", "step"}:
             return False
         text = "\n".join(self._lines(now() - self._began)) + "\n"
@@ -89,7 +81,6 @@ class FlopsProfile:
         return True
 
     def tell_unused(self, steps: int) -> None:
-        """Say that the training ended, after so many steps, without the one to profile."""
         log.warning(
             "flops_profiler wrote no report: profile_step is %d, and the training ended at step %d without a whole one there; "
             "choose a step that is trained",
@@ -106,8 +97,6 @@ class FlopsProfile:
             self._whole.flops, self._whole.seconds = counter.get_total_flops(), now() - began
 
     def _watch(self, counter: FlopCounterMode, undo: contextlib.ExitStack) -> None:
-        """Hooks on every module, first in its forward and last."""
-
         def begin(part: _Part) -> None:
             part.began.append((counter.get_total_flops(), now()))
 
@@ -204,7 +193,7 @@ def _title(text: str) -> str:
 
 
 def _amount(number: float, unit: str = "") -> str:
-    """In thousands, millions, ...: "336.23 M"."""
+    """Format a number such as "336.23 M"."""
     for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= factor:
             return f"{number / factor:.2f} {prefix}{unit}"

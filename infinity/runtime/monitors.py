@@ -1,7 +1,5 @@
-"""Monitors: what writes figures of every step to files or services, where the config's blocks of them ask for it.
-
-Only rank 0 has any. Names of events and samples are DeepSpeed's; docs/monitors.md lists them. Training thread only.
-"""
+"""Monitors write figures of every step to files or services, on rank 0. docs/monitors.md lists events. Training thread
+only."""
 
 from __future__ import annotations
 
@@ -32,24 +30,18 @@ Event = tuple[str, float, int]
 """Its name, the value, and the samples of all ranks so far."""
 
 _TAIL_BYTES = 4096
-"""More than a row of a file can have."""
 
 
 class Monitor(Protocol):
     """Writes events somewhere. Both methods may raise whatever a drive, a network or a library does."""
 
-    def write(self, events: Sequence[Event]) -> None:
-        """Write them, in this order."""
+    def write(self, events: Sequence[Event]) -> None: ...
 
-    def close(self) -> None:
-        """Write what waits, and give up what is held."""
+    def close(self) -> None: ...
 
 
 class Monitors:
-    """All monitors of one engine: its `monitor`, as DeepSpeed's engine has one. `monitors`: by config key.
-
-    One that fails is stopped and the log says so, once: no figure is worth a training.
-    """
+    """All monitors of one engine, by config key. One that fails is stopped, and the log says so, once."""
 
     def __init__(self, *, enabled: bool = False, monitors: Mapping[str, Monitor] | None = None) -> None:
         self.enabled = enabled
@@ -59,12 +51,11 @@ class Monitors:
 
     @property
     def is_writing(self) -> bool:
-        """Whether events are written, by this rank."""
         return self._open.keys() > self._stopped
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
         """Write events of your own: tuples of a name, a value (whatever float() takes) and the samples so far, such as
-        `engine.global_samples`. Rank 0 writes, the others do nothing."""
+        `engine.global_samples`. Rank 0 writes."""
         if not self.is_writing:
             return
         events = [(name, float(value), int(samples)) for name, value, samples in event_list]
@@ -83,7 +74,6 @@ class Monitors:
                 )
 
     def close(self) -> None:
-        """Close all; nothing is written any more. Raises nothing. Idempotent."""
         while self._open:
             key, monitor = self._open.popitem()
             try:
@@ -94,7 +84,7 @@ class Monitors:
 
 
 def check_monitors(config: Config) -> None:
-    """Raise ConfigError where the library of an enabled monitor can't be imported. On rank 0, which writes."""
+    """Raise ConfigError if the library of an enabled monitor can't be imported. On rank 0, which writes."""
     problems = []
     for key in _enabled(config) if dist.get_rank() == 0 else ():
         library = _KINDS[key].library
@@ -111,10 +101,7 @@ def check_monitors(config: Config) -> None:
 
 
 def make_monitors(config: Config) -> Monitors:
-    """What the config enables: on rank 0 with all monitors begun, on the others with none.
-
-    Raises ConfigError where one can't begin; the others are closed then.
-    """
+    """Begin what the config enables on rank 0. Raises ConfigError if one can't begin; the others are closed then."""
     keys, monitors = _enabled(config), dict[str, Monitor]()
     with ExitStack() as undo:
         undo.callback(lambda: Monitors(monitors=monitors).close())
@@ -138,10 +125,8 @@ def events_of_step(
     stats: EngineStats,
     moves: bool,
 ) -> list[Event]:
-    """The events of the step that ended with so many `samples`; what is None has none.
-
-    losses: those of its micro-batches, whose sum is the step's. moves: whether the model is paged.
-    """
+    """Return the events of a step; None has none. losses: of its micro-batches, whose sum is the step's. moves: True if
+    the model is paged."""
     figures = {
         "train_loss": sum(map(float, losses)) if losses else None,
         "lr": lr,
@@ -156,11 +141,9 @@ def events_of_step(
 
 
 class _Library(NamedTuple):
-    """What is imported when a monitor begins, and not before."""
-
     module: str
     name: str
-    """In it, which a module that only happens to be called so doesn't have: wandb leaves folders of its name behind."""
+    """A name in it, which a module that only happens to be called so lacks: wandb leaves folders of its name."""
     package: str
 
     def load(self) -> Any:
@@ -168,11 +151,8 @@ class _Library(NamedTuple):
 
 
 class CsvMonitor:
-    """A file per event in `output_path/job_name`, laid out as DeepSpeed's: `Train_Samples_lr.csv` begins with `step,lr`.
-
-    A row is one write at the end of its file, so a killed process leaves whole rows. What a crash of the machine may leave of
-    one is cut off when the file is written next.
-    """
+    """A file per event in `output_path/job_name`, laid out as DeepSpeed's: `Train_Samples_lr.csv` begins with
+    `step,lr`. A row is one write at the end of its file. A partial row, left by a crash of the machine, is cut off."""
 
     library: ClassVar[_Library | None] = None
     advice = "make room there or set csv_monitor.output_path to another folder"
@@ -195,7 +175,7 @@ class CsvMonitor:
 
 
 def _end_of_whole_rows(file: io.FileIO) -> int:
-    """Where the last whole row ends (bytes); what comes after it is cut off."""
+    """Return where the last whole row ends (bytes), and cut off what comes after it."""
     size = file.seek(0, os.SEEK_END)
     start = file.seek(max(0, size - _TAIL_BYTES))
     end = start + file.read(size - start).rfind(b"\n") + 1
@@ -215,8 +195,6 @@ def _append(file: io.FileIO, *row: object) -> None:
 
 
 class TensorboardMonitor:
-    """A SummaryWriter, flushed after every step."""
-
     library = _Library("torch.utils.tensorboard", "SummaryWriter", "tensorboard")
     advice = "make room there or set tensorboard.output_path to another folder"
 
@@ -293,7 +271,6 @@ _KINDS: Mapping[str, Any] = {
     "wandb": WandbMonitor,
     "comet": CometMonitor,
 }
-"""By the config's key; each is made from that block."""
 
 
 def _enabled(config: Config) -> list[str]:

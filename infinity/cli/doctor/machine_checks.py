@@ -25,11 +25,8 @@ _AIO_REQUESTS_MIN = 1024
 
 
 def check_software(section: Section) -> None:
-    section.facts = {
-        "infinity_version": infinity.__version__,
-        "python_version": platform.python_version(),
-        "torch_version": None,
-    }
+    versions = {"infinity_version": infinity.__version__, "python_version": platform.python_version()}
+    section.facts = {**versions, "torch_version": None}
     section.add("infinity", Mark.OK, infinity.__version__)
     section.add("python", Mark.OK, f"{platform.python_version()} ({platform.python_implementation()})")
     try:
@@ -55,11 +52,8 @@ def check_software(section: Section) -> None:
 
 def check_machine(section: Section, machine: Facts) -> None:
     section.facts = machine.copy()
-    section.add(
-        "system",
-        Mark.INFO,
-        f"{machine['distribution'] or 'Linux'}, kernel {machine['kernel']}, {machine['architecture']}",
-    )
+    system = f"{machine['distribution'] or 'Linux'}, kernel {machine['kernel']}, {machine['architecture']}"
+    section.add("system", Mark.INFO, system)
     cpus = f"{machine['cpus']} for this process"
     if machine["cpus_online"]:
         cpus += f", {machine['cpus_online']} in the machine"
@@ -112,10 +106,8 @@ def check_gpu(section: Section) -> None:
     if version and present and torch.cuda.is_available():
         section.add("cuda", Mark.OK, f"CUDA {version}, driver {driver[1] if driver else 'unknown'}")
         devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        section.facts |= {
-            "available": True,
-            "devices": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
-        }
+        found = [{"name": device.name, "memory_bytes": device.total_memory} for device in devices]
+        section.facts |= {"available": True, "devices": found}
         for number, device in enumerate(devices):
             section.add(f"device_{number}", Mark.OK, f"{device.name}, {format_bytes(device.total_memory)}")
         return
@@ -214,10 +206,8 @@ def check_backends(section: Section, container: Facts) -> None:
 
     probed = probe()
     chosen = next((name for name, available, _ in probed if available), None)
-    section.facts = {
-        "chosen": chosen,
-        "probed": [{"name": name, "available": available, "reason": reason} for name, available, reason in probed],
-    }
+    keys = ("name", "available", "reason")
+    section.facts = {"chosen": chosen, "probed": [dict(zip(keys, each, strict=True)) for each in probed]}
     better = chosen is not None
     for name, available, reason in probed:
         better = better and name != chosen
@@ -238,8 +228,7 @@ def _backend_move(name: str, container: Facts) -> str:
         ):
             return "sysctl -w kernel.io_uring_disabled=0 (as root, on the host)"
         if container["seccomp"] == "filter":
-            return (
-                "start the container with a seccomp profile that allows io_uring_setup, io_uring_enter and "
-                "io_uring_register (docker run --security-opt seccomp=PROFILE.json)"
-            )
+            calls = "io_uring_setup, io_uring_enter and io_uring_register"
+            profile = f"a seccomp profile that allows {calls} (docker run --security-opt seccomp=PROFILE.json)"
+            return f"start the container with {profile}"
     return "do what the line above says; until then the next backend in the list is used"

@@ -86,9 +86,8 @@ def check_drive(section: Section, path: Path) -> None:
         section.warn_if(bool(why), "disk", text + (f"; {why}" if why else ""), LOCAL)
     if drive.device:
         _check_queue(section, drive, drive.queue)
-        section.add(
-            "block_size", Mark.INFO, f"{format_bytes(block_bytes)} by default: the largest request, up to 1 MiB"
-        )
+        text = f"{format_bytes(block_bytes)} by default: the largest request, up to 1 MiB"
+        section.add("block_size", Mark.INFO, text)
 
 
 def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
@@ -126,9 +125,8 @@ def check_trial(section: Section, path: Path, path_section: Section) -> None:
     try:
         trial = _try_engine(path)
     except (OSError, MemoryError) as error:
-        section.add(
-            "write_and_read", Mark.FAIL, f"failed: {error}", "do what the line says; dmesg reports a failing drive"
-        )
+        move = "do what the line says; dmesg reports a failing drive"
+        section.add("write_and_read", Mark.FAIL, f"failed: {error}", move)
         return
     section.facts |= asdict(trial)
     _judge(section, trial)

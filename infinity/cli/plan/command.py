@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from infinity.cli.arguments import check_files, check_plot, write_json
+from infinity.cli.arguments import check_files, check_plot, values_of, write_json
 from infinity.cli.plan.answer import Case, Easing, answer
 from infinity.cli.plan.arguments import add_arguments, base_bits, model_from
 from infinity.cli.plan.machines import PRESETS, preset_of
@@ -84,9 +84,8 @@ def run(asked: argparse.Namespace) -> int:
 
 def _check(asked: argparse.Namespace) -> None:
     if asked.preset is None and asked.path is not None and not asked.path.is_dir():
-        raise ConfigError(
-            f"{asked.path}: name an existing folder on the drive to plan with, or another machine by --preset"
-        )
+        what = "name an existing folder on the drive to plan with, or another machine by --preset"
+        raise ConfigError(f"{asked.path}: {what}")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
     if asked.activation_buffer is not None and asked.offload_activations != "nvme":
@@ -95,9 +94,8 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError("--tokens-per-step chooses the micro-batches: leave --accumulation and --schedule out")
     at_once = asked.micro_batches_at_once or 1
     if (asked.accumulation or at_once) % at_once:
-        raise ConfigError(
-            f"--micro-batches-at-once {at_once} must divide the {asked.accumulation} micro-batches of --accumulation"
-        )
+        count = f"the {asked.accumulation} micro-batches of --accumulation"
+        raise ConfigError(f"--micro-batches-at-once {at_once} must divide {count}")
     if asked.durability == "step" and asked.cache:
         raise ConfigError("--durability step keeps no state in host memory: leave --cache out")
     if asked.durability == "step" and asked.offload_activations == "nvme":
@@ -187,24 +185,14 @@ def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
 
         return measure_machine(asked.path, model, samples=asked.batch_size, report=partial(print, file=sys.stderr))
     needed = {"--tflops": "flops_per_s", "--host-memory": "host_bytes", "--host-bandwidth": "host_bytes_per_s"}
-    if not asked.cpu:
-        needed |= {
-            "--gpu-memory": "device_bytes",
-            "--gpu-bandwidth": "device_bytes_per_s",
-            "--link": "link_bytes_per_s",
-        }
+    of_gpu = {"--gpu-memory": "device_bytes", "--gpu-bandwidth": "device_bytes_per_s", "--link": "link_bytes_per_s"}
+    needed |= {} if asked.cpu else of_gpu
     missing = [name for name, attribute in needed.items() if getattr(asked, attribute) is None]
     if missing:
-        raise ConfigError(
-            f"name a machine: --preset NAME, PATH for this one, or its figures; missing: {', '.join(missing)}"
-        )
-    return Machine(
-        name="the machine given",
-        device_is_host=asked.cpu,
-        flops_per_s=asked.flops_per_s,
-        host_bytes=asked.host_bytes,
-        host_bytes_per_s=asked.host_bytes_per_s,
-    )
+        ways = "--preset NAME, PATH for this one, or its figures"
+        raise ConfigError(f"name a machine: {ways}; missing: {', '.join(missing)}")
+    given = values_of(asked, "flops_per_s host_bytes host_bytes_per_s")
+    return Machine(name="the machine given", device_is_host=asked.cpu, **given)
 
 
 def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
