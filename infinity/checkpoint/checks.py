@@ -42,6 +42,7 @@ def verify_file(path: Path, manifest: Manifest, name: str) -> None:
 def damaged(path: Path, why: object) -> CheckpointError:
     """Return the error for a damaged checkpoint. `path`: a checkpoint, or a file of one."""
     checkpoint = path if is_checkpoint(path) else path.parent
+    why = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
     reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch adds advice that doesn't fit here
     other = others(checkpoint.parent, but=checkpoint.name)
     return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {other}")

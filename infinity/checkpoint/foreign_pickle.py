@@ -19,9 +19,10 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
@@ -176,30 +177,10 @@ class _Archive:
         return offset, info.file_size
 
 
-@dataclass(frozen=True)
-class _Storage:
-    __slots__ = ("dtype", "nbytes", "offset")
+class _Storage(NamedTuple):
     dtype: torch.dtype
     offset: int
     nbytes: int
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise pickle.UnpicklingError("a storage has no other state")
-
-
-class _StandIn:
-    """A function in place of what a pickle names. No pickle can change it."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._make(*arguments)
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise pickle.UnpicklingError("a function has no state")
 
 
 class _Unpickler(CarefulUnpickler):
@@ -208,20 +189,18 @@ class _Unpickler(CarefulUnpickler):
         super().__init__(archive.pickle, self._tensor_bytes_max)
         self._archive = archive
         self._inert: dict[str, type[Inert]] = {}
-        self._stand_ins = {
-            ("collections", "OrderedDict"): _StandIn(_Dict),
-            ("collections", "defaultdict"): _StandIn(lambda factory=None: _Dict()),
-            ("torch", "Size"): _StandIn(lambda sizes: self.spend(tuple(sizes))),
-            ("_codecs", "encode"): _StandIn(lambda text, coding="latin1": self.spend(str.encode(text, "latin1"))),
-            ("torch._utils", "_rebuild_tensor_v2"): _StandIn(self._make_tensor),
-            ("torch._utils", "_rebuild_parameter"): _StandIn(lambda data, *flags: data),
-            ("torch._tensor", "_rebuild_from_type_v2"): _StandIn(_of_type),
+        self._stand_ins: dict[tuple[str, str], Callable[..., Any]] = {
+            ("collections", "OrderedDict"): _Dict,
+            ("collections", "defaultdict"): lambda factory=None: _Dict(),
+            ("torch", "Size"): lambda sizes: self.spend(tuple(sizes)),
+            ("_codecs", "encode"): lambda text, coding="latin1": self.spend(str.encode(text, "latin1")),
+            ("torch._utils", "_rebuild_tensor_v2"): self._make_tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *flags: data,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._make_without_attributes,
         }
         for module in ("builtins", "__builtin__"):
-            self._stand_ins[module, "set"] = _StandIn(lambda members=(): self.spend(set(self.checked_keys(members))))
-            self._stand_ins[module, "frozenset"] = _StandIn(
-                lambda members=(): self.spend(frozenset(self.checked_keys(members)))
-            )
+            for kind in (set, frozenset):
+                self._stand_ins[module, kind.__name__] = partial(self._make_set, kind)
 
     def find_class(self, module: str, name: str) -> Any:
         if len(module) + len(name) > _NAME_LENGTH_MAX:
@@ -245,16 +224,13 @@ class _Unpickler(CarefulUnpickler):
             raise pickle.UnpicklingError(f"it names an unknown kind of storage, {reprlib.repr(pid)}")
         return _Storage(dtype, *self._archive.storage(key))
 
-    def _make_tensor(
-        self,
-        storage: Any,
-        first: Any,
-        shape: Any,
-        stride: Any,
-        requires_grad: Any = False,
-        hooks: Any = None,
-        *more: Any,
-    ) -> PickledTensor:
+    def _make_set(self, kind: Callable[[list[Any]], Any], members: Any = ()) -> Any:
+        return self.spend(kind(self.checked_keys(members)))
+
+    def _make_without_attributes(self, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        return make(*arguments) if any(make is stand_in for stand_in in self._stand_ins.values()) else None
+
+    def _make_tensor(self, storage: Any, first: Any, shape: Any, stride: Any, *others: Any) -> PickledTensor:
         shape = parse_shape(shape)
         stride = tuple(islice(stride, len(shape) + 1))
         numbers = (first, *stride)
@@ -275,10 +251,6 @@ class _Dict(dict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         pass
-
-
-def _of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    return make(*arguments) if isinstance(make, _StandIn) else None
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

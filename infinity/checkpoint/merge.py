@@ -190,14 +190,8 @@ class _Adapter:
             raise CheckpointError(
                 f"{self.folder} is of the kind {printable(str(kind))}: only LoRA can be merged here; {_INSTEAD}"
             )
-        for key in (
-            "use_dora",
-            "use_qalora",
-            "use_bdlora",
-            "layer_replication",
-            "target_parameters",
-            "trainable_token_indices",
-        ):
+        keys = "use_dora use_qalora use_bdlora layer_replication target_parameters trainable_token_indices"
+        for key in keys.split():
             if config.get(key):
                 raise CheckpointError(f"{self.folder} has {key}, which can't be merged here: {_INSTEAD}")
         if config.get("bias", "none") != "none" or config.get("lora_bias"):

@@ -40,11 +40,6 @@ def record_name(rank: int) -> str:
     return f"rank{rank}.record"
 
 
-def _damaged(path: Path, why: object) -> CheckpointError:
-    reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
-    return damaged(path, reason)
-
-
 class RankState:
     """The arena of one rank with its record; `stored` is the arena's entry in the manifest."""
 
@@ -63,7 +58,7 @@ class RankState:
         try:
             self._file = open_regular(self._arena_path)
         except OSError as error:
-            raise _damaged(self._arena_path, error) from None
+            raise damaged(self._arena_path, error) from None
 
     def read_field(self, sub: SubGroup, field: Field, into: torch.Tensor, start: int = 0) -> None:
         """Fill `into` (1-D, contiguous) with a field of a sub-group, from element `start` on."""
@@ -74,7 +69,7 @@ class RankState:
             if self._file.readinto(buffer) < buffer.nbytes:
                 raise OSError(errno.EIO, "it ends too early")
         except OSError as error:
-            raise _damaged(self._arena_path, error) from None
+            raise damaged(self._arena_path, error) from None
 
     def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
         """Read elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
@@ -188,7 +183,7 @@ class StoredArena:
         try:
             return parse_record(read_small(path, RECORD_BYTES_MAX))
         except (OSError, ValueError) as error:
-            raise _damaged(path, error) from None
+            raise damaged(path, error) from None
 
     def _belongs(self, record: Record) -> bool:
         first = self._ranks[0].record if self._ranks else record

@@ -42,37 +42,40 @@ class StepProgress:
 
     @property
     def is_in_step(self) -> bool:
+        """Whether a backward pass of the step that is due has ended."""
         return self.micro_steps != self._micro_steps_before
 
     def ends_a_step(self, micro_steps: int) -> bool:
+        """Whether a step is due after so many micro-batches."""
         if self.boundary is not None:
             return self.boundary
         counted = micro_steps - self._counted_from
         return counted > 0 and counted % self.accumulation == 0
 
     def accumulate(self, accumulation: int) -> None:
-        """Change the micro-batches per step, from the step that is due on."""
+        """From the step that is due on, so many micro-batches make a step."""
         self.accumulation, self._counted_from = accumulation, self.micro_steps
 
     def end_backward(self, losses: Sequence[torch.Tensor]) -> None:
-        """Count the backward passes of micro-batches with these losses, each divided as its gradient was."""
+        """The backward passes of micro-batches with these losses ended, each divided as its gradient was."""
         self.micro_steps += len(losses)
         if self.keeps_losses:
             self._losses += [loss.float().reshape(()) for loss in losses]
 
     def end_step(self) -> None:
+        """A step was taken, or skipped."""
         self.global_steps += 1
         self.boundary = None
         self._micro_steps_before = self.micro_steps
         self.step_losses, self._losses = self._losses, []
 
     def begin_step_anew(self) -> None:
-        """Begin the step that is due again, as its gradients were dropped."""
+        """The gradients of the step that is due were dropped: it begins with its first micro-batch again."""
         self.micro_steps, self.boundary = self._micro_steps_before, None
         self._losses.clear()
 
     def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
-        """Continue a training that has taken so many steps."""
+        """A training goes on that has taken so many steps; its next one begins."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
         self.micro_steps = self._micro_steps_before = self._counted_from = global_steps * self.accumulation
         self._losses.clear()
@@ -80,8 +83,10 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the last step took: seconds from the end of the step before it, bytes to and from NVMe, and waiting for
-    that."""
+    """What the last step took: seconds from the end of the step before it, bytes to and from NVMe, and waiting.
+
+    stall_seconds: time the training thread stood waiting for NVMe.
+    """
 
     seconds: float
     read_bytes: int
@@ -90,17 +95,18 @@ class EngineStats:
 
 
 class StepMeter:
-    """Measures from one step's end to the next. swap_stats: counters of a paged model; None if the model is on the
-    device."""
+    """Measures from one step's end to the next. swap_stats: counters of a paged model; None if the model is on the device."""
 
     def __init__(self, swap_stats: Callable[[], SwapStats | None]) -> None:
         self._swap_stats = swap_stats
         self.restart()
 
     def restart(self) -> None:
+        """The next step's seconds and bytes count from now."""
         self._mark = self._counters()
 
     def end_step(self) -> EngineStats:
+        """What was taken since the last step's end, or since `restart`."""
         now = self._counters()
         seconds, read, written, stall = (b - a for a, b in zip(self._mark, now, strict=True))
         self._mark = now
@@ -114,8 +120,10 @@ class StepMeter:
 
 
 class WallClock:
-    """Seconds of each part, of a micro-batch and of a whole step, printed as DeepSpeed does. Waits for the device
-    around each part."""
+    """Seconds of each part, of a micro-batch and of a whole step, printed as DeepSpeed prints them.
+
+    Waits for the device around each part, so it costs time.
+    """
 
     def __init__(self) -> None:
         self._micro = dict.fromkeys(PARTS, 0.0)
@@ -123,6 +131,7 @@ class WallClock:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
+        """Count what happens in the block for `part`."""
         started = now()
         yield
         seconds = now() - started
@@ -130,7 +139,7 @@ class WallClock:
         self._whole[part] += seconds
 
     def report(self, *, stepped: bool) -> None:
-        """Print what a micro-batch took, and at the end of a step what all of them took; both start over."""
+        """Print what a micro-batch took, and where a step ended, what all of them took together; both start over."""
         self._print(self._micro, "_microstep")
         if stepped:
             self._print(self._whole, "")
@@ -143,7 +152,7 @@ class WallClock:
 
 
 def now() -> float:
-    """Return the seconds of a clock, once the device has done what it was given."""
+    """Seconds of a clock, once the device has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

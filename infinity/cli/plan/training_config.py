@@ -13,9 +13,11 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
     work, strategy = plan.work, plan.strategy
     zero: dict[str, Any] = {
         "stage": strategy.stage,
-        "offload_param": _offload(strategy.parameters, nvme_path),
-        "offload_optimizer": _offload(strategy.optimizer, nvme_path),
+        "offload_param": {"device": strategy.parameters},
+        "offload_optimizer": {"device": strategy.optimizer},
     }
+    for block in (zero["offload_param"], zero["offload_optimizer"]):
+        block |= {"nvme_path": nvme_path} if block["device"] == "nvme" else {}
     config: dict[str, Any] = {
         "train_batch_size": work.ranks * work.samples * work.micro_batches,
         "train_micro_batch_size_per_gpu": work.samples,
@@ -68,7 +70,3 @@ _OPTIMIZERS: dict[int, dict[str, Any]] = {
     0: {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 1e-4}},
 }
 """By moments per parameter."""
-
-
-def _offload(device: str, nvme_path: str) -> dict[str, Any]:
-    return {"device": device, "nvme_path": nvme_path} if device == "nvme" else {"device": device}
