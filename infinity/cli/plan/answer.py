@@ -138,23 +138,20 @@ def _pair_that_fits(case: Case, one: _Ladder, other: _Ladder) -> str | None:
 
 def _of_training(case: Case) -> Iterator[_Ladder]:
     work = case.work
-    if work.gradient_bytes_max:
-        yield [_work("--gradient-memory 0", gradient_bytes_max=0)]
-    if case.cache_bytes:
-        yield [_Step("--cache 0", _without_cache)]
-    if case.pinned_bytes is not None:
-        yield [_Step("no --pinned-bytes-max", lambda case: replace(case, pinned_bytes=None))]
-    if work.activation_buffer_bytes_max is not None:
-        yield [_work("no --activation-buffer", activation_buffer_bytes_max=None)]
-    if work.durable:
-        yield [_work("--durability none", durable=False)]
-    if not work.checkpointing:
-        yield [_work("no --no-checkpointing", checkpointing=True)]
     open_to_easing = any("--offload-activations cpu" in easing for easing in case.easings)
-    if work.activations == "none" and not open_to_easing and not case.machine.device_is_host:
-        yield [_work("--offload-activations cpu", activations="cpu")]
-    if work.activations != "nvme" and not work.durable:
-        yield [_work("--offload-activations nvme", activations="nvme")]
+    on_device = work.activations == "none" and not open_to_easing and not case.machine.device_is_host
+    for applies, step in (
+        (work.gradient_bytes_max, _work("--gradient-memory 0", gradient_bytes_max=0)),
+        (case.cache_bytes, _Step("--cache 0", _without_cache)),
+        (case.pinned_bytes is not None, _Step("no --pinned-bytes-max", lambda case: replace(case, pinned_bytes=None))),
+        (work.activation_buffer_bytes_max, _work("no --activation-buffer", activation_buffer_bytes_max=None)),
+        (work.durable, _work("--durability none", durable=False)),
+        (not work.checkpointing, _work("no --no-checkpointing", checkpointing=True)),
+        (on_device, _work("--offload-activations cpu", activations="cpu")),
+        (work.activations != "nvme" and not work.durable, _work("--offload-activations nvme", activations="nvme")),
+    ):
+        if applies:
+            yield [step]
     yield [_work(f"--batch-size {count}", samples=count) for count in _halved(work.samples, 1)]
     seqs = _halved(work.model.seq, SEQ_MIN)
     yield [_work(f"--seq {count}", model=replace(work.model, seq=count)) for count in seqs]

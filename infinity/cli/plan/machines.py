@@ -126,23 +126,11 @@ PRESETS: dict[str, Machine] = {
     ),
 }
 
-_GPU_NAMES = {
-    "h100": "h100",
-    "h10080gbhbm3": "h100",
-    "h100pcie": "h100",
-    "a100": "a100",
-    "a100sxm480gb": "a100",
-    "a10080gbpcie": "a100",
-    "rtx4090": "rtx4090-gen4",
-    "rtx3090": "rtx3090-gen4",
-    "rtx4060ti": "rtx4060ti-gen4",
-    "rtx3060": "rtx3060-gen4",
-}
-"""Presets by GPU name, as nvidia-smi or users write it, in the normal form of `preset_of`."""
+_GPUS = {name.removesuffix("-gen4"): machine for name, machine in PRESETS.items()}
 
 
 def preset_of(name: str) -> Machine | None:
     """Return the preset of this name or GPU, such as "NVIDIA GeForce RTX 3090", "RTX 3090" or "3090"; else None."""
     letters = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
-    gpu = _GPU_NAMES.get(letters) or _GPU_NAMES.get(f"rtx{letters}")
-    return PRESETS.get(name) or (PRESETS[gpu] if gpu is not None else None)
+    gpu = re.sub(r"(?<=h100|a100)(sxm4)?(80gb)?(hbm3|pcie)?$", "", letters)  # as nvidia-smi names them
+    return PRESETS.get(name) or _GPUS.get(gpu) or _GPUS.get(f"rtx{gpu}")
