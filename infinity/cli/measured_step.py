@@ -156,8 +156,8 @@ def _rounds(
             plain_step = plain.step()
             rates = {workload: drive.run(workload, io, _DRIVE_SECONDS).bytes_per_s for workload in Workload}
             rounds.append(Round(step, plain_step, rates))
-            beside = f", plain PyTorch in memory {plain_step.seconds:.2f} s" if plain_step is not None else ""
-            show(f"round {number + 1} of {options.steps}: {step['seconds']:.2f} s{beside}")
+            in_memory = f", plain PyTorch in memory {plain_step.seconds:.2f} s" if plain_step is not None else ""
+            show(f"round {number + 1} of {options.steps}: {step['seconds']:.2f} s{in_memory}")
     return rounds
 
 

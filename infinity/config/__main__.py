@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, get_args
 
 from infinity.config.blocks import Block
@@ -46,9 +49,9 @@ def render_reference() -> str:
 
 def _render_block(title: str, path: str, model: type[Block]) -> list[str]:
     lines = [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
-    lines += ["| Key | Value | Unit | Default | Meaning | In DeepSpeed |", "|---|---|---|---|---|---|"]
-    for name in model.model_fields:
-        lines.append(_render_field(name, path, model))
+    lines += ["| Key | Value | Default | Meaning | In DeepSpeed |", "|---|---|---|---|---|"]
+    meanings = meanings_of(model)
+    lines += [_render_field(name, path, model, *meanings[name]) for name in model.model_fields]
     lines.append("")
     if model.old_names:
         lines += ["Old names: " + ", ".join(f"`{old}` for `{new}`" for old, new in model.old_names.items()) + ".", ""]
@@ -63,7 +66,20 @@ def _render_block(title: str, path: str, model: type[Block]) -> list[str]:
     return lines
 
 
-def _render_field(name: str, path: str, model: type[Block]) -> str:
+def meanings_of(model: type[Block]) -> dict[str, tuple[str, str]]:
+    """What each key means, here and in DeepSpeed, by the texts below the fields of the model and of its bases."""
+    meanings: dict[str, tuple[str, str]] = {}
+    for base in [base for base in reversed(model.__mro__) if issubclass(base, Block) and base is not Block]:
+        (block,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(block, ast.ClassDef)
+        for field, text in pairwise(block.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                meaning, _, in_deepspeed = " ".join(str(text.value.value).split()).partition(" In DeepSpeed: ")
+                meanings[ast.unparse(field.target)] = meaning, in_deepspeed
+    return meanings
+
+
+def _render_field(name: str, path: str, model: type[Block], meaning: str, in_deepspeed: str) -> str:
     field = model.model_fields[name]
     key = f"params.{name}" if path in ("optimizer", "scheduler") and name != "type" else name
     default = field.get_default(call_default_factory=True)
@@ -74,10 +90,7 @@ def _render_field(name: str, path: str, model: type[Block]) -> str:
     else:
         wanted = _find_wanted(field.annotation, field.metadata)
         shown = "" if default is None else f"`{json.dumps(default)}`"
-    about = field.json_schema_extra
-    assert isinstance(about, dict)  # of `blocks.key`
-    unit = about["unit"] or "bytes" * (" bytes " in wanted)
-    return f"| `{key}` | {wanted} | {unit} | {shown} | {field.description} | {about['in_deepspeed']} |"
+    return f"| `{key}` | {wanted} | {shown} | {meaning} | {in_deepspeed} |"
 
 
 def _find_wanted(annotation: Any, metadata: Sequence[Any]) -> str:

@@ -23,7 +23,6 @@ from infinity.config.blocks import (
     TensorboardConfig,
     WandbConfig,
     ZeroConfig,
-    key,
 )
 from infinity.config.optimizers import (
     OPTIMIZERS,
@@ -54,60 +53,51 @@ class Config(Block):
     ignored.
     """
 
-    train_batch_size: Positive | None = key(None, "Samples per optimizer step over all ranks.", unit="samples")
-    train_micro_batch_size_per_gpu: Positive | None = key(
-        None, "Samples per forward and backward pass on one rank.", unit="samples"
-    )
-    gradient_accumulation_steps: Positive | None = key(
-        None, "Micro-batches per optimizer step, each a forward and a backward.", unit="micro-batches"
-    )
-    gradient_clipping: Amount = key(
-        1.0,
-        "Largest norm of the whole gradient; 0 does not clip.",
-        unit="norm",
-        in_deepspeed="0 unless set, before 0.19.8.",
-    )
-    steps_per_print: Interval = key(
-        10,
-        "Optimizer steps between two progress lines; 0 (or Infinity) prints none.",
-        unit="steps",
-        in_deepspeed="Prints none unless set, by a logger of its own; here by the logger named infinity, at level INFO.",
-    )
-    wall_clock_breakdown: Flag = key(
-        False,
-        "Whether to print the milliseconds of forward, backward and step, of every micro-batch and of every step. Waits "
-        "for the device around each.",
-        in_deepspeed="Prints the parts of backward too.",
-    )
-    dump_state: Flag = key(
-        False,
-        "Whether to print the whole config, as it was understood, at the start.",
-        in_deepspeed="Prints the state of its engine.",
-    )
-    dataloader_drop_last: Flag = key(
-        False,
-        "Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full.",
-    )
-    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = key(
-        None,
-        "The optimizer; the caller brings one when absent. Without either, a model can be run, not trained.",
-    )
-    scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = key(
-        None, "The learning-rate schedule; constant, or the caller's, when absent."
-    )
-    zero_optimization: ZeroConfig = key(ZeroConfig(), "What is sharded over the ranks, and where it is stored.")
-    aio: AioConfig = key(AioConfig(), "How transfers are cut and queued.")
-    infinity: InfinityConfig = key(InfinityConfig(), "Settings that DeepSpeed does not have.")
-    bf16: Bf16Config = key(Bf16Config(), "Training in bf16.")
-    fp16: Fp16Config = key(Fp16Config(), "Training in fp16.")
-    activation_checkpointing: ActivationCheckpointingConfig = key(
-        ActivationCheckpointingConfig(), "What happens to saved activations."
-    )
-    flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig(), "A count of floating-point operations.")
-    tensorboard: TensorboardConfig = key(TensorboardConfig(), "Figures of every step for TensorBoard.")
-    csv_monitor: CsvMonitorConfig = key(CsvMonitorConfig(), "Figures of every step as text.")
-    wandb: WandbConfig = key(WandbConfig(), "Figures of every step at Weights & Biases.")
-    comet: CometConfig = key(CometConfig(), "Figures of steps at Comet.")
+    train_batch_size: Positive | None = None
+    """Samples per optimizer step over all ranks."""
+    train_micro_batch_size_per_gpu: Positive | None = None
+    """Samples per forward and backward pass on one rank."""
+    gradient_accumulation_steps: Positive | None = None
+    """Micro-batches per optimizer step, each a forward and a backward."""
+    gradient_clipping: Amount = 1.0
+    """Largest norm of the whole gradient; 0 does not clip. In DeepSpeed: 0 unless set, before 0.19.8."""
+    steps_per_print: Interval = 10
+    """Optimizer steps between two progress lines; 0 (or Infinity) prints none. In DeepSpeed: Prints none unless set, by
+    a logger of its own; here by the logger named infinity, at level INFO."""
+    wall_clock_breakdown: Flag = False
+    """Whether to print the milliseconds of forward, backward and step, of every micro-batch and of every step. Waits
+    for the device around each. In DeepSpeed: Prints the parts of backward too."""
+    dump_state: Flag = False
+    """Whether to print the whole config, as it was understood, at the start. In DeepSpeed: Prints the state of its
+    engine."""
+    dataloader_drop_last: Flag = False
+    """Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full."""
+    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = None
+    """The optimizer; the caller brings one when absent. Without either, a model can be run, not trained."""
+    scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = None
+    """The learning-rate schedule; constant, or the caller's, when absent."""
+    zero_optimization: ZeroConfig = ZeroConfig()
+    """What is sharded over the ranks, and where it is stored."""
+    aio: AioConfig = AioConfig()
+    """How transfers are cut and queued."""
+    infinity: InfinityConfig = InfinityConfig()
+    """Settings that DeepSpeed does not have."""
+    bf16: Bf16Config = Bf16Config()
+    """Training in bf16."""
+    fp16: Fp16Config = Fp16Config()
+    """Training in fp16."""
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    """What happens to saved activations."""
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    """A count of floating-point operations."""
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    """Figures of every step for TensorBoard."""
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    """Figures of every step as text."""
+    wandb: WandbConfig = WandbConfig()
+    """Figures of every step at Weights & Biases."""
+    comet: CometConfig = CometConfig()
+    """Figures of steps at Comet."""
 
     ignored_keys = names_of(
         """
@@ -372,7 +362,7 @@ def known_paths() -> tuple[str, ...]:
     fields: list[str] = []
     others = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
     others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion", "communication_data_type"]
-    others += [f"zero_optimization.cpu_offload{rest}" for rest in ("", "_param", "_use_pin_memory")]
+    others += [f"zero_optimization.cpu_offload{suffix}" for suffix in ("", "_param", "_use_pin_memory")]
     blocks: list[tuple[str, type[Block]]] = [("", Config), *NESTED.items()]
     blocks += [("optimizer.params", model) for model in OPTIMIZERS.values()]
     blocks += [("scheduler.params", model) for model in SCHEDULERS.values()]

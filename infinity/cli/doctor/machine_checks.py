@@ -106,8 +106,8 @@ def check_gpu(section: Section) -> None:
     if version and present and torch.cuda.is_available():
         section.add("cuda", Mark.OK, f"CUDA {version}, driver {driver[1] if driver else 'unknown'}")
         devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        found = [{"name": device.name, "memory_bytes": device.total_memory} for device in devices]
-        section.facts |= {"available": True, "devices": found}
+        gpus = [{"name": device.name, "memory_bytes": device.total_memory} for device in devices]
+        section.facts |= {"available": True, "devices": gpus}
         for number, device in enumerate(devices):
             section.add(f"device_{number}", Mark.OK, f"{device.name}, {format_bytes(device.total_memory)}")
         return
@@ -207,7 +207,7 @@ def check_backends(section: Section, container: Facts) -> None:
     probed = probe()
     chosen = next((name for name, available, _ in probed if available), None)
     keys = ("name", "available", "reason")
-    section.facts = {"chosen": chosen, "probed": [dict(zip(keys, each, strict=True)) for each in probed]}
+    section.facts = {"chosen": chosen, "probed": [dict(zip(keys, answer, strict=True)) for answer in probed]}
     better = chosen is not None
     for name, available, reason in probed:
         better = better and name != chosen

@@ -84,8 +84,8 @@ def run(asked: argparse.Namespace) -> int:
 
 def _check(asked: argparse.Namespace) -> None:
     if asked.preset is None and asked.path is not None and not asked.path.is_dir():
-        what = "name an existing folder on the drive to plan with, or another machine by --preset"
-        raise ConfigError(f"{asked.path}: {what}")
+        advice = "name an existing folder on the drive to plan with, or another machine by --preset"
+        raise ConfigError(f"{asked.path}: {advice}")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
     if asked.activation_buffer is not None and asked.offload_activations != "nvme":
