@@ -40,7 +40,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -62,8 +63,7 @@ _numbers = itertools.count()
 """Numbers of this process's engines; equal on all ranks, which make the same engines in the same order."""
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(NamedTuple):
     """An error that ended a pass on a rank, the number of operations begun per process group, and the rank's state."""
 
     rank: int
@@ -74,13 +74,6 @@ class _Report:
 
     def as_error(self) -> Exception:
         return InfinityError(self.text) if self.rank == _NOBODY else restated(self.rank, self.kind, self.text)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def of(cls, stored: bytes) -> _Report:
-        return cls(**json.loads(stored))
 
 
 @dataclass(eq=False)
@@ -245,18 +238,18 @@ class Peers:
         return f"{self._name}/pass {number % _NAMES_KEPT}/{rank}"
 
     def _settled_cause(self, report: _Report) -> _Report:
-        return _Report.of(self._store.compare_set(f"{self._name}/cause", "", report.to_json()))
+        return _Report(*json.loads(self._store.compare_set(f"{self._name}/cause", "", json.dumps(report))))
 
     def _known_cause(self) -> _Report | None:
         key = f"{self._name}/cause"
-        return _Report.of(self._store.get(key)) if self._store.check([key]) else None
+        return _Report(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _all_failed_alike(self, report: _Report) -> bool:
         """Wait briefly, and return True if an error ended this pass on all ranks after the same operations."""
-        stored = self._exchange(str(self._passes), report.to_json())
+        stored = self._exchange(str(self._passes), json.dumps(report))
         if stored is None:
             return False
-        others = [_Report.of(other) for other in stored]
+        others = [_Report(*json.loads(other)) for other in stored]
         return all(other.operations == report.operations and other.standing == report.standing for other in others)
 
     def _exchange(self, about: str, value: str) -> list[bytes] | None:

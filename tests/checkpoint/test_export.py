@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from converting import interrupted, peak_of
+from converting import peak_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -204,14 +203,6 @@ def test_what_cannot_be_is_an_error_in_a_line(
     arena.write_bytes(content)
     assert "rank0.arena is damaged (its bytes have changed" in told(str(saved), str(tmp_path / "out"))
     assert sorted(saved.parent.iterdir()) == before
-
-
-def test_ctrl_c_leaves_nothing(saved: Path, tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    pieces = "infinity.checkpoint.piecewise:_Planner.resolve_data"
-    error = interrupted(signal.SIGINT, pieces, "export", str(saved), str(tmp_path / "out"))
-    assert "Traceback" not in error
-    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.long

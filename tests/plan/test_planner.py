@@ -86,16 +86,6 @@ def pool_in_which_nothing_stays(work: Work) -> int:
     return pipeline_of(work, ALL_NVME, cache=None).pinned_bytes
 
 
-def test_the_published_example_simulated() -> None:
-    work = work_of(70 * B, ranks=8, scheme=PLAIN)
-    plan = plan_step(work, NODE, ALL_NVME, pinned_bytes=pool_in_which_nothing_stays(work), cache_bytes=0)
-    assert plan.fits
-    assert plan.simulated is not None
-    assert 8 * plan.simulated.written_bytes == pytest.approx(980 * B, rel=1e-6)
-    assert 8 * plan.simulated.read_bytes == pytest.approx(1120 * B, rel=0.03)  # what is kept staged is read once
-    assert 60 < plan.lower_bound_seconds <= plan.step_seconds < 1.05 * 61
-
-
 @pytest.mark.parametrize(
     ("scheme", "read", "written"),
     [

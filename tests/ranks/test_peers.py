@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from pathlib import Path
@@ -95,7 +96,7 @@ class Aborting:
 
 def wait_for_the_abort(ours: Peers, group: Any, cause: peers._Report) -> None:
     with ours.in_pass("a forward", standing):
-        group.store.set(f"{ours._name}/cause", cause.to_json())
+        group.store.set(f"{ours._name}/cause", json.dumps(cause))
         assert group.aborted.wait(20)
 
 
