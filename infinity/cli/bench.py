@@ -1,5 +1,4 @@
-"""The program `infinity-bench`. A subcommand is a module with `add_parser`; it imports torch and the like when it
-runs."""
+"""The program `infinity-bench`. A subcommand is a module with its texts, `add_arguments`, and `run`, which imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from infinity.cli.plan import command as plan
 from infinity.cli.program import run_program
 from infinity.cli.sweep import command as sweep
 
-_COMMANDS = (doctor, sweep, plan, step, report)
+_COMMANDS = {"doctor": doctor, "sweep": sweep, "plan": plan, "step": step, "report": report}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +26,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
+    for name, command in _COMMANDS.items():
+        about = {"help": command.SUMMARY, "description": command.DESCRIPTION, "epilog": command.EPILOG}
+        added = subparsers.add_parser(name, **about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        added.set_defaults(func=command.run, prog=added.prog)
+        command.add_arguments(added)
     return parser
 
 

@@ -27,27 +27,6 @@ def usage_checked() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def add_command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    summary: str,
-    description: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    """Add a subcommand that `run_program` runs by calling `run`."""
-    parser = subparsers.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(func=run, prog=parser.prog)
-    return parser
-
-
 def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run the `func` that `parser` finds in `arguments` (None: those of the process) and return the exit code.
 

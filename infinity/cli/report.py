@@ -12,14 +12,15 @@ from typing import Any
 
 from infinity.cli.arguments import add_json, add_path, check_files, checked_value, write_json
 from infinity.cli.memory_limit import MemoryLimit
-from infinity.cli.program import add_command, usage_checked
+from infinity.cli.program import usage_checked
 from infinity.units import GIB, format_bytes, format_count, parse_count
 
-_DESCRIPTION = """\
+SUMMARY = "run doctor, sweep and step, and print one row to share"
+DESCRIPTION = """\
 Run doctor, sweep --quick and step on a drive, and print one row in Markdown, with its header, to paste into an issue or
 docs/machines.md. Takes about three minutes. Run it while nothing else uses the machine."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   infinity-bench report /local_nvme
   infinity-bench report /local_nvme --params 1B --json report.json
@@ -28,9 +29,7 @@ exit code: 0 when done; 1 if training with NVMe does not work here, or a command
 --json writes the results of the three commands under their names (docs/doctor.md, docs/sweep.md, docs/step.md)."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "run doctor, sweep and step, and print one row to share"
-    parser = add_command(subparsers, "report", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     params = checked_value(parse_count, at_least=10_000)
     parser.add_argument("--params", type=params, default=200_000_000, metavar="COUNT", help='of step (default: "200M")')
     add_path(parser, "folder on the drive (default: the current one)")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import add_json, add_path, check_files, checked_value, count, whole_number, write_json
 from infinity.cli.memory_limit import memory_limit
-from infinity.cli.program import add_command, signals_held, usage_checked
+from infinity.cli.program import signals_held, usage_checked
 from infinity.cli.training import add_training
 from infinity.errors import InfinityError
 from infinity.schedule.pinned import ACCESS_BYTES
@@ -34,11 +34,12 @@ POOL_BYTES_MIN = 2 * ACCESS_BYTES
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon")
 
-_DESCRIPTION = """\
+SUMMARY = "time real training steps from a drive"
+DESCRIPTION = """\
 Train a synthetic transformer from a drive for a few steps. Prints step time, bytes moved, stalls and the lower bound:
 the longer of a step of plain PyTorch in memory and the drive time for the same bytes, all measured in turns."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   infinity-bench step /local_nvme --params 200M
   infinity-bench step /local_nvme --params 1B --batch-size 1 --memory-limit 5GiB --pinned-bytes-max 512MiB --json step.json
@@ -47,9 +48,7 @@ exit code: 0 when done; 1 if it could not run, with the reason; 2 for wrong usag
 docs/step.md says what is measured, and lists the keys of --json."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "time real training steps from a drive"
-    parser = add_command(subparsers, "step", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     params = checked_value(parse_count, at_least=10_000)
     add("--params", type=params, default=40_000_000, metavar="COUNT", help='such as "200M" (default: 40M)')

@@ -143,8 +143,8 @@ def test_ctrl_c_ends_all_its_processes_in_a_line(moment: str, nvme_path: Path) -
 @pytest.mark.parametrize("off", ["--no-clipping", "--clipping=0"])
 def test_without_clipping_updates_may_be_in_the_backward(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
-    step.add_parser(parser.add_subparsers())
-    options = parser.parse_args(["step", "--update", "backward", off, "--json", "-"])
+    step.add_arguments(parser)
+    options = parser.parse_args(["--update", "backward", off, "--json", "-"])
     monkeypatch.setattr(measured_step, "measure", lambda options, plain: ({}, None))
     assert step.run(options) == 0
     assert (options.clipping, options.no_clipping) == (0.0, True)

@@ -23,7 +23,7 @@ from infinity.cli.doctor.machine_checks import (
 )
 from infinity.cli.doctor.path_checks import check_drive, check_path, check_trial
 from infinity.cli.environment import read_container, read_huge_pages, read_limits, read_machine
-from infinity.cli.program import add_command, usage_checked
+from infinity.cli.program import usage_checked
 from infinity.errors import StoreError
 
 JSON_FORMAT = 1
@@ -41,11 +41,12 @@ _MARKS = {
 _WIDTH_MAX = 120
 _WIDTH_MIN = 30
 
-_DESCRIPTION = """\
+SUMMARY = "check whether training with NVMe works here, and what would make it work better"
+DESCRIPTION = """\
 Check the machine, its limits and the drive under PATH, and write and read back a few MiB there through the I/O engine.
 Leaves no files. Every warning and failure says what to do next."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   infinity-bench doctor /local_nvme
   infinity-bench doctor /local_nvme --json - | jq .reasons
@@ -55,9 +56,7 @@ exit code: 0 if training with NVMe works here, even with warnings; 1 if it doesn
 docs/doctor.md lists the keys of --json."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "check whether training with NVMe works here, and what would make it work better"
-    parser = add_command(subparsers, "doctor", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "the folder for nvme_path (default: the current directory)")
     add_json(parser)
 

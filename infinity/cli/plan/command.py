@@ -12,10 +12,11 @@ from typing import Any
 
 from infinity.cli.arguments import check_files, check_plot, values_of, write_json
 from infinity.cli.plan.answer import Case, Easing, answer
-from infinity.cli.plan.arguments import add_arguments, base_bits, model_from
+from infinity.cli.plan.arguments import add_arguments as add_arguments
+from infinity.cli.plan.arguments import base_bits, model_from
 from infinity.cli.plan.machines import PRESETS, preset_of
 from infinity.cli.plan.training_config import config_for
-from infinity.cli.program import add_command, usage_checked
+from infinity.cli.program import usage_checked
 from infinity.cli.training import work_from
 from infinity.errors import ConfigError
 from infinity.plan.machine import DriveSpeed, Machine
@@ -24,14 +25,15 @@ from infinity.plan.transformer import Transformer
 from infinity.plan.work import Work
 from infinity.schedule.timeline import trace_events
 
-_DESCRIPTION = """\
+SUMMARY = "predict memory and step time of a model on this machine or on another"
+DESCRIPTION = """\
 Plan a training: memory per tier, bytes, time and bottleneck of every placement of the model's states, and the fastest
 that fits; and the same for LoRA and generation on frozen weights that stay in their files. Describe the model by
 --params, by --layers and --hidden, or by --hf-config. Describe the machine by --preset, by a PATH on this one, which is
 measured, or by its figures, which also override those of a preset or PATH. Rates are in GB/s and TFLOP/s, sizes like
 "80GB"."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   infinity-bench plan /local_nvme --params 8B --write-config config.json
   infinity-bench plan --preset "RTX 4090" --params 8B --batch-size 4
@@ -41,11 +43,6 @@ examples:
 exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if full training does not and --write-config
 or --timeline is given; 2 for wrong usage.
 docs/plan.md says where each figure comes from, and lists the keys of --json."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "predict memory and step time of a model on this machine or on another"
-    add_arguments(add_command(subparsers, "plan", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG))
 
 
 def run(asked: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infinity.cli.arguments import add_json, check_files, check_plot, checked_value, count, named_path
 from infinity.cli.doctor.path_checks import refusal
-from infinity.cli.program import add_command, usage_checked
+from infinity.cli.program import usage_checked
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
@@ -18,12 +18,13 @@ _SIZE_MIN = 64 * MIB
 _FREE_SHARE = 10
 """Without --size the test file takes at most one part in this many of the free space."""
 
-_DESCRIPTION = """\
+SUMMARY = "measure a drive and find the settings that serve training best"
+DESCRIPTION = """\
 Measure drives at many settings (backend, block size, queue depth, rings, mix of reads and writes) and find the best
 for a training step. Prints them as a block for the training config and stores them in PATH/.infinity-drive.json. Takes
 about five minutes, with --quick one. Run it while nothing else uses the machine."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   infinity-bench sweep /local_nvme --quick
   infinity-bench sweep /nvme0 /nvme1 --json sweep.json
@@ -32,9 +33,7 @@ exit code: 0 when done; 1 if the drive fails; 2 for wrong usage.
 docs/sweep.md says what is measured, and lists the keys of --json."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "measure a drive and find the settings that serve training best"
-    parser = add_command(subparsers, "sweep", run, summary=summary, description=_DESCRIPTION, epilog=_EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("paths", nargs="+", type=named_path, metavar="PATH", help="folder on the drive to measure (nvme_path)")
     add("--quick", action="store_true", help="less exact, in about a minute")
