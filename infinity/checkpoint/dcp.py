@@ -63,10 +63,10 @@ def save(
             draft.make(sum(tensor.numel() * tensor.itemsize for tensor in _tensors(state).values()))
     try:
         files = Writer(draft.folder)
-        failure = _write(state, files, draft.task)
+        failure = _failure_of(partial(dcp.save, state, storage_writer=files))
         with raise_on_all_ranks():
             if failure is not None:
-                raise failure
+                raise CheckpointError(f"{draft.task} failed: {failure}")
             with failing_as(draft.task):
                 write_durably(draft.folder / f"rank{dist.get_rank()}.pt", blob)
         written = {**files.written, f"rank{dist.get_rank()}.pt": stored_file(blob)}
@@ -101,10 +101,10 @@ def load(
     for moment in (value for values in optimizer.state.values() for value in values.values()):
         if isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor):
             moment._local_tensor.forget_codes()
-    failure = _read(state, path)
+    failure = _failure_of(partial(dcp.load, state, storage_reader=Reader(path), planner=Planner()))
     with raise_on_all_ranks():
         if failure is not None:
-            raise failure
+            raise damaged(path, failure)
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
         group.update(saved)
     for parameter, names in parameter_names(model).items():
@@ -151,23 +151,14 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _write(state: dict[str, Any], files: Writer, task: str) -> CheckpointError | None:
-    """Write masters and moments. A collective, so the failure is returned."""
+def _failure_of(collective: Callable[[], object]) -> BaseException | str | None:
+    """Run a collective of DCP, and return its failure, which other ranks may not have."""
     try:
-        dcp.save(state, storage_writer=files)
+        collective()
     except OSError as error:
-        return CheckpointError(f"{task} failed: {error}")
+        return error
     except dcp.CheckpointException as error:
-        return CheckpointError(f"{task} failed: {cause_of(error)}")
-    return None
-
-
-def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
-    """Read masters and moments into `state`. A collective, so the failure is returned."""
-    try:
-        dcp.load(state, storage_reader=Reader(path), planner=Planner())
-    except dcp.CheckpointException as error:
-        return damaged(path, cause_of(error))
+        return cause_of(error)
     return None
 
 

@@ -155,19 +155,8 @@ def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> Frozen
             + machine.gather_seconds(work.ranks * gathered.root_bytes)
             + work.model.layers * machine.gather_seconds(reduced)
         )
-    return FrozenPlan(
-        "LoRA on files",
-        "step",
-        asked.base_bits,
-        memory,
-        tuple(reasons),
-        pool,
-        always + experts,
-        _start_seconds(machine, groups),
-        busy,
-        work.tokens,
-        adapters,
-    )
+    how = asked.base_bits, memory, tuple(reasons), pool, always + experts, _start_seconds(machine, groups), busy
+    return FrozenPlan("LoRA on files", "step", *how, work.tokens, adapters)
 
 
 def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
@@ -197,18 +186,8 @@ def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
         busy[IN_TURNS] = busy["compute"] + max(moved.values())
     if work.ranks > 1:
         busy["network"] = _gather_seconds(machine, gathered)
-    return FrozenPlan(
-        "generation from files",
-        "round",
-        asked.base_bits,
-        memory,
-        tuple(reasons),
-        pool,
-        always + experts,
-        _start_seconds(machine, groups),
-        busy,
-        tokens,
-    )
+    how = asked.base_bits, memory, tuple(reasons), pool, always + experts, _start_seconds(machine, groups), busy
+    return FrozenPlan("generation from files", "round", *how, tokens)
 
 
 def _gathered_bytes(work: Work, gathered: FrozenGroups) -> int:
