@@ -37,25 +37,24 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint, and what kind of checkpoint it is.
-
-    saved: ISO 8601 in UTC. state_format: of masters and moments. aliases: further names of tied parameters, each with
-    the name that stores the values. tag: name of its folder when it was saved ("" in older manifests); a folder of
-    another name was copied or renamed. scalars: names of parameters without dimensions, which are stored in the shape
-    (1,). files: all but this one.
-    """
+    """The files of a checkpoint, and what kind of checkpoint it is."""
 
     format: Literal["infinity-checkpoint"] = "infinity-checkpoint"
     version: Literal[1] = 1
     saved: str
+    """ISO 8601 in UTC."""
     global_steps: _Count
     ranks: Annotated[int, Field(ge=1, le=2**31)]
     files: dict[_FileName, StoredFile]
+    """All files but this one."""
     state_format: StateFormat = "dcp"
     aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied parameters, each with the name that stores the values."""
     buffers: list[str] = field(default_factory=list)
     tag: str = ""
+    """Name of its folder when it was saved; "" in older manifests. A folder of another name was copied or renamed."""
     scalars: list[str] = field(default_factory=list)
+    """Names of parameters without dimensions, which are stored in the shape (1,)."""
 
     @property
     def nbytes(self) -> int:

@@ -265,18 +265,17 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The parts of the pinned budget, as in the swap manager.
-
-    pinned_bytes: the pool, without the host cache. look_ahead_bytes: bound for groups read ahead, and for sub-groups if
-    updates are in the passes; sub_groups_ahead: for those in the step. staying: groups whose compute parameters stay
-    staged from step to step, in `staying_bytes` of the pool.
-    """
+    """The parts of the pinned budget, as in the swap manager."""
 
     pinned_bytes: int
+    """Size of the pool, without the host cache."""
     sub_group_numel: int
     look_ahead_bytes: int
+    """Bound for groups read ahead, and for sub-groups too if updates are in the passes."""
     sub_groups_ahead: int
+    """Sub-groups read ahead if updates are in the step."""
     staying: frozenset[int] = frozenset()
+    """Groups whose compute parameters stay staged from step to step, in `staying_bytes` of the pool."""
     staying_bytes: int = 0
 
 

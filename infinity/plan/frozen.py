@@ -47,12 +47,7 @@ FEW_SHARE = 1 / 4
 @dataclass(frozen=True)
 class FrozenPlan:
     """The plan of one kind of work on files: bytes and seconds of one rank, per training step or per round of
-    generation, which makes one token of each sequence.
-
-    read_bytes: read once the order of the groups is known; an expectation for routed experts. start_seconds: time to
-    the first step or round. busy: seconds of each resource, and of IN_TURNS; infinite for a missing drive. tokens,
-    trained_numel: of all ranks.
-    """
+    generation, which makes one token of each sequence."""
 
     name: str
     per: str
@@ -61,9 +56,13 @@ class FrozenPlan:
     reasons: tuple[str, ...]
     pinned_bytes: int
     read_bytes: float
+    """Read once the order of the groups is known; an expectation for routed experts."""
     start_seconds: float
+    """Time to the first step or round: START_SECONDS, and one read of the files."""
     busy: dict[str, float]
+    """Seconds of each resource, and of IN_TURNS; infinite for a missing drive."""
     tokens: int
+    """Of all ranks, as are the trained parameters."""
     trained_numel: int = 0
 
     @property

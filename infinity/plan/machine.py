@@ -31,31 +31,34 @@ class DriveSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One or more equal nodes. Rates are in bytes per second.
-
-    flops_per_s: that one rank reaches in training (not its peak). device: one GPU, unused if `device_is_host`, when the
-    CPU computes. link: between host and one GPU, each way. host, drive: of one node. drive_free_bytes: None for all of
-    `drive_bytes`, which is 0 if unknown. node_link: out of one GPU to others of the node. network: out of one node.
-    collective_seconds, group_seconds: fixed cost of a collective, and of a use of a group (launches, hooks, Python).
-    """
+    """One or more equal nodes. Rates are in bytes per second."""
 
     name: str
     nodes: int = 1
     ranks_per_node: int = 1
     device_is_host: bool = False
+    """True if the CPU computes; `device_bytes` and its rate, of one GPU, are then unused."""
     device_bytes: int = 0
     flops_per_s: float
+    """Operations per second that one rank reaches in training (not its peak)."""
     device_bytes_per_s: float = math.inf
     link_bytes_per_s: float = math.inf
+    """Between host and one GPU, each way."""
     host_bytes: int
     host_bytes_per_s: float
+    """Of one node, like all of `host` and `drive`."""
     drive_bytes: int = 0
+    """0 for none or unknown."""
     drive_free_bytes: int | None = None
+    """Usable part of it; None for all."""
     drive: DriveSpeed | None = None
     node_link_bytes_per_s: float = math.inf
+    """Out of one GPU to the others of its node."""
     network_bytes_per_s: float = math.inf
+    """Out of one node to the others."""
     collective_seconds: float = 0.0
     group_seconds: float = 0.0
+    """Fixed cost of a use of a group: launches, hooks, Python."""
 
     @property
     def ranks(self) -> int:

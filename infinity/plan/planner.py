@@ -74,16 +74,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan(Placement):
-    """The plan of one strategy. Its work is as it will be done (`Work.unasked`).
-
-    simulated: None if not even one group fits. lower_bound_seconds: the larger of compute, and the bytes of the step over
-    the drives' bandwidth. plain_bytes: (read, written) of one rank with nothing cached, and nothing staged from forward
-    to backward.
-    """
+    """The plan of one strategy. Its work is as it will be done (`Work.unasked`)."""
 
     simulated: Simulated | None
+    """None if not even one group fits."""
     lower_bound_seconds: float
+    """The larger of compute, and the bytes of the step over the drives' bandwidth."""
     plain_bytes: tuple[int, int]
+    """(read, written) of one rank with nothing cached, and nothing staged from forward to backward."""
 
     @property
     def step_seconds(self) -> float:

@@ -14,21 +14,20 @@ from infinity.schedule.timeline import Interval
 
 @dataclass
 class Simulated:
-    """The outcome of a step.
-
-    gradient_seconds: until all gradients are in host memory. stall_seconds: time without training thread and compute,
-    waiting for bytes from the drive. pool_bytes_peak, live_bytes_peak: most bytes leased, and gathered, at once.
-    """
+    """The outcome of a step."""
 
     seconds: float = 0.0
     gradient_seconds: float = 0.0
+    """Until all gradients are in host memory."""
     stall_seconds: float = 0.0
+    """Time without training thread and compute, waiting for bytes from the drive."""
     read_bytes: int = 0
     written_bytes: int = 0
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     pool_bytes_peak: int = 0
     live_bytes_peak: int = 0
+    """Most bytes gathered at once, as the peak before it is of bytes leased."""
     timeline: list[Interval] = field(default_factory=list)
 
 

@@ -10,42 +10,39 @@ from infinity.schedule.readahead import plan_look_ahead
 
 
 class Use(NamedTuple):
-    """One use of a group: in a forward or a backward.
-
-    read_bytes: to read if the group is not staged; fewer than the group's if part of it is resident. compute_bytes,
-    gradient_bytes: of its shard, copied to the device, and to host memory. saved_bytes, restored_bytes: activations
-    copied to host memory after the computation, and back before it. live_bytes: on the device from the gather to the
-    end of the computation.
-    """
+    """One use of a group: in a forward or a backward."""
 
     group: int
     read_bytes: int = 0
+    """To read if the group is not staged; fewer than the group's if part of it is resident."""
     compute_bytes: int = 0
+    """Of its shard's compute parameters, copied to the device."""
     gather_seconds: float = 0.0
     compute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     gradient_bytes: int = 0
+    """Of its shard's gradients, copied to host memory."""
     saved_bytes: int = 0
+    """Activations copied to host memory after the computation."""
     restored_bytes: int = 0
     live_bytes: int = 0
+    """On the device from the gather to the end of the computation."""
 
 
 class SubGroup(NamedTuple):
-    """An update of one sub-group, or any other read, write or both between uses.
-
-    lease_bytes: of the pool, from the start of its read to the end of its write. compute_bytes: new compute parameters
-    copied to the device. into: group whose compute parameters it makes, used next: leased from then on, and staged
-    until that use. after: place of the use whose gradients or activations it takes; None if these are there already.
-    name: in the timeline; empty for its place.
-    """
+    """An update of one sub-group, or any other read, write or both between uses."""
 
     read_bytes: int = 0
     write_bytes: int = 0
     lease_bytes: int = 0
+    """Of the pool, from the start of its read to the end of its write."""
     update_seconds: float = 0.0
     compute_bytes: int = 0
+    """New compute parameters copied to the device."""
     into: int | None = None
+    """Group whose compute parameters it makes, used next: leased from then on, and staged until that use."""
     after: int | None = None
+    """Place of the use whose gradients or activations it takes. None if these are there already."""
     name: str = ""
 
 

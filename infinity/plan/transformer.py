@@ -39,14 +39,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Transformer:
-    """The shape of a model.
-
-    block_numel, linear_width (inputs and outputs of the linear layers; None for a GPT's): of a block, with experts if
-    there are any. root_numel: parameters outside the blocks: embeddings, the head, the last norm. cache_width: numbers
-    that generation keeps per token and block; None for 2 · hidden. vector_numel: known parameters of a block that are
-    in no matrix. matrices: shapes of a block's matrices; None for a GPT's. tied_numel: parameters of the token
-    embedding, if the head shares them.
-    """
+    """The shape of a model."""
 
     layers: int
     hidden: int
@@ -54,13 +47,20 @@ class Transformer:
     seq: int
     vocab: int
     block_numel: int
+    """Parameters of a block; of a block with experts, if there are any."""
     root_numel: int
+    """Parameters outside the blocks: embeddings, the head, the last norm."""
     linear_width: int | None = None
+    """Inputs and outputs of a block's linear layers, with experts if there are any; None for a GPT's."""
     cache_width: int | None = None
+    """Numbers that generation keeps per token and block, its keys and values; None for 2 · hidden."""
     experts: Experts | None = None
     vector_numel: int = 0
+    """Known parameters of a block that are in no matrix: norms and biases."""
     matrices: tuple[tuple[int, int], ...] | None = None
+    """Shapes of a block's matrices; None for a GPT's."""
     tied_numel: int = 0
+    """Parameters of the token embedding, if the head shares them."""
 
     @property
     def block_matrices(self) -> tuple[tuple[int, int], ...]:

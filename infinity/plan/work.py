@@ -34,35 +34,33 @@ def moments_of(optimizer: str, model: Transformer) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one rank in a step.
-
-    micro_batches_at_once: micro-batches that pass through a group before the next group; all of them is the vertical
-    schedule, one the horizontal. checkpointing: activations are kept only between blocks, and recomputed.
-    groups_per_block: into which the parts of a block are wrapped. clipping: the norm of all gradients is computed, and
-    they are scaled. gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe.
-    activations: where saved activations wait: "none" (the device), "cpu" or "nvme"; of these activation_host_bytes_max
-    is for "cpu", the others staying on the device, and activation_buffer_bytes_max the pinned buffer for "nvme".
-    durable: every step is committed: state on NVMe has two slots. muon: see `moments_of`. unasked: speculative updates
-    are a default, planned if they have an effect, make no step longer, and leave as much space free as their second
-    slots take; else updates are in the forward.
-    """
+    """The work of one rank in a step."""
 
     model: Transformer
     ranks: int = 1
     samples: int = 1
     micro_batches: int = 1
     micro_batches_at_once: int = 1
+    """Micro-batches that pass through a group before the next: all in the vertical schedule, one in the horizontal."""
     checkpointing: bool = True
+    """True if activations are kept only between blocks, and recomputed."""
     groups_per_block: int = 1
     clipping: bool = True
     scheme: Scheme = DEFAULT_SCHEME
     gradient_bytes_max: int | None = None
+    """Host memory in which gradients wait for their update; the others wait on NVMe. None: all fit."""
     activations: str = "none"
+    """Where saved activations wait for their backward: "none" (the device), "cpu" or "nvme"."""
     activation_host_bytes_max: int | None = None
+    """Host memory for those with "cpu"; the others stay on the device. None: all go there."""
     activation_buffer_bytes_max: int | None = None
+    """Pinned buffer for those on NVMe; None for as much as they need."""
     durable: bool = False
+    """True if every step is committed: state on NVMe then has two slots."""
     muon: bool = False
     unasked: bool = False
+    """True if speculative updates are a default. They are planned if they have an effect, make no step longer, and
+    leave as much space free as their second slots take; else updates are in the forward."""
 
     @property
     def shard_numel(self) -> int:
