@@ -10,20 +10,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from infinity.config.blocks import (
-    ActivationCheckpointingConfig,
-    AioConfig,
-    Bf16Config,
-    Block,
-    CometConfig,
-    CsvMonitorConfig,
-    FlopsProfilerConfig,
-    Fp16Config,
-    InfinityConfig,
-    TensorboardConfig,
-    WandbConfig,
-    ZeroConfig,
-)
+from infinity.config import blocks
+from infinity.config.blocks import Block
 from infinity.config.optimizers import (
     OPTIMIZERS,
     SCHEDULERS,
@@ -76,27 +64,27 @@ class Config(Block):
     """The optimizer; the caller brings one when absent. Without either, a model can be run, not trained."""
     scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = None
     """The learning-rate schedule; constant, or the caller's, when absent."""
-    zero_optimization: ZeroConfig = ZeroConfig()
+    zero_optimization: blocks.ZeroConfig = blocks.ZeroConfig()
     """What is sharded over the ranks, and where it is stored."""
-    aio: AioConfig = AioConfig()
+    aio: blocks.AioConfig = blocks.AioConfig()
     """How transfers are cut and queued."""
-    infinity: InfinityConfig = InfinityConfig()
+    infinity: blocks.InfinityConfig = blocks.InfinityConfig()
     """Settings that DeepSpeed does not have."""
-    bf16: Bf16Config = Bf16Config()
+    bf16: blocks.Bf16Config = blocks.Bf16Config()
     """Training in bf16."""
-    fp16: Fp16Config = Fp16Config()
+    fp16: blocks.Fp16Config = blocks.Fp16Config()
     """Training in fp16."""
-    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    activation_checkpointing: blocks.ActivationCheckpointingConfig = blocks.ActivationCheckpointingConfig()
     """What happens to saved activations."""
-    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    flops_profiler: blocks.FlopsProfilerConfig = blocks.FlopsProfilerConfig()
     """A count of floating-point operations."""
-    tensorboard: TensorboardConfig = TensorboardConfig()
+    tensorboard: blocks.TensorboardConfig = blocks.TensorboardConfig()
     """Figures of every step for TensorBoard."""
-    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    csv_monitor: blocks.CsvMonitorConfig = blocks.CsvMonitorConfig()
     """Figures of every step as text."""
-    wandb: WandbConfig = WandbConfig()
+    wandb: blocks.WandbConfig = blocks.WandbConfig()
     """Figures of every step at Weights & Biases."""
-    comet: CometConfig = CometConfig()
+    comet: blocks.CometConfig = blocks.CometConfig()
     """Figures of steps at Comet."""
 
     ignored_keys = names_of(
@@ -363,10 +351,10 @@ def known_paths() -> tuple[str, ...]:
     others = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
     others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion", "communication_data_type"]
     others += [f"zero_optimization.cpu_offload{suffix}" for suffix in ("", "_param", "_use_pin_memory")]
-    blocks: list[tuple[str, type[Block]]] = [("", Config), *NESTED.items()]
-    blocks += [("optimizer.params", model) for model in OPTIMIZERS.values()]
-    blocks += [("scheduler.params", model) for model in SCHEDULERS.values()]
-    for where, model in blocks:
+    models: list[tuple[str, type[Block]]] = [("", Config), *NESTED.items()]
+    models += [("optimizer.params", model) for model in OPTIMIZERS.values()]
+    models += [("scheduler.params", model) for model in SCHEDULERS.values()]
+    for where, model in models:
         fields += [join(where, name) for name in model.model_fields if name != "type"]
         others += [join(where, name) for name in (*sorted(model.ignored_keys), *model.old_names, *model.fixed_keys)]
     others += sorted(Config.feature_keys)
@@ -439,8 +427,8 @@ def _fill_autos(
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    *blocks, leaf = [part for part in path.split(".") if part != "params"]
-    for block in blocks:
+    *parents, leaf = [part for part in path.split(".") if part != "params"]
+    for block in parents:
         values = values.setdefault(block, {})
     values[leaf] = value
 
