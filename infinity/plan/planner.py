@@ -8,18 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
-from infinity.plan.estimate import (
-    HostCache,
-    Memory,
-    Pipeline,
-    bytes_of_step,
-    host_cache_of,
-    memory_of,
-    pinned_bytes_min,
-    pipeline_of,
-    second_slot_bytes,
-    updated_in_backward,
-)
+from infinity.plan import estimate
+from infinity.plan.estimate import HostCache, Memory, Pipeline
 from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.program import step_of
 from infinity.plan.resources import Simulated
@@ -123,7 +113,7 @@ class Plan(Placement):
         """Additional bytes (read, written) of one rank in a step that discards its speculative updates."""
         if not self.work.scheme.speculative:
             return 0, 0
-        early = updated_in_backward(self.work, self.strategy, self.cache)
+        early = estimate.updated_in_backward(self.work, self.strategy, self.cache)
         read, written = self.work.scheme.discarded_bytes
         # If compute parameters stay staged, discarding saves no read of a gather.
         not_spared = COMPUTE_BYTES * sum(early[group] for group in self.pipeline.staying)
@@ -195,7 +185,7 @@ def _plan_step(
         return asked if _is_worth_it(asked, later) else later
     placed = place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
-    plain_bytes = bytes_of_step(work, strategy)
+    plain_bytes = estimate.bytes_of_step(work, strategy)
     lower_bound_seconds = work.flops / machine.flops_per_s
     worth_it = placed.fits or work.passes <= PASSES_SIMULATED_MAX
     if worth_it and (not strategy.uses_nvme or machine.drive is not None):
@@ -215,7 +205,7 @@ def updated_late(work: Work) -> Work:
 
 def _is_worth_it(early: Plan, later: Plan) -> bool:
     """Return True if the engine would make default speculative updates, and the step is no longer than without."""
-    second = second_slot_bytes(early.work, early.strategy, early.cache)
+    second = estimate.second_slot_bytes(early.work, early.strategy, early.cache)
     needed = (early.memory.nvme_bytes + second) * early.machine.ranks_per_node
     has_effect = early.discarded_bytes[1] > 0 and needed <= early.machine.drive_room_bytes
     return has_effect and early.step_seconds <= later.step_seconds and early.fits >= later.fits
@@ -235,13 +225,13 @@ def place(
     if work.durable:
         cache_bytes = 0
     elif cache_bytes is None:
-        pipeline = pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=None)
-        memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
+        pipeline = estimate.pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=None)
+        memory = estimate.memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
         cache_bytes = max(0, int(USABLE * host_bytes) - memory.host_bytes)
         pinned_bytes = pipeline.pinned_bytes
-    cache = host_cache_of(work, strategy, cache_bytes)
-    pipeline = pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=cache)
-    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, cache=cache)
+    cache = estimate.host_cache_of(work, strategy, cache_bytes)
+    pipeline = estimate.pipeline_of(work, strategy, pinned_bytes, host_bytes, cache=cache)
+    memory = estimate.memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, cache=cache)
     reasons = _why_not(work, machine, strategy, pipeline, memory)
     return Placement(work, machine, strategy, pipeline, cache, memory, tuple(reasons))
 
@@ -279,7 +269,7 @@ def what_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: float, poo
 
 
 def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, memory: Memory) -> list[str]:
-    pool = (pipeline.pinned_bytes, pinned_bytes_min(work, strategy)) if strategy.uses_nvme else None
+    pool = (pipeline.pinned_bytes, estimate.pinned_bytes_min(work, strategy)) if strategy.uses_nvme else None
     reasons = what_lacks(memory, machine, drive_room_bytes=machine.drive_room_bytes, pool=pool)
     if work.durable and strategy.optimizer != "nvme":
         reasons.append("durability: masters and optimizer state must be on NVMe, where they are committed")

@@ -9,14 +9,8 @@ from itertools import accumulate
 
 from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
+from infinity.schedule import spilling
 from infinity.schedule.scheme import ADAM_MOMENTS, APART, COMPUTE_BYTES, Scheme, is_left_to_forward
-from infinity.schedule.spilling import (
-    BUFFER_BYTES_DEFAULT,
-    BUFFER_SHARES,
-    bytes_on_drive,
-    gradient_itemsize,
-    groups_that_spill,
-)
 from infinity.units import align_up
 
 DEFAULT_SCHEME = Scheme()
@@ -121,7 +115,7 @@ class Work:
     @property
     def gradient_itemsize(self) -> int:
         """Bytes per element of a gradient that waits for the update of a group on NVMe."""
-        return gradient_itemsize(
+        return spilling.gradient_itemsize(
             ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
 
@@ -146,7 +140,7 @@ class Work:
         if strategy.parameters != "nvme" or not strategy.all_gradients_wait(self.scheme):
             return [0] * len(shards)
         nbytes = [self.gradient_itemsize * shard for shard in shards]
-        spilled = {*groups_that_spill(nbytes, self.gradient_bytes_max)}
+        spilled = {*spilling.groups_that_spill(nbytes, self.gradient_bytes_max)}
         return [waiting if group in spilled else 0 for group, waiting in enumerate(nbytes)]
 
     @property
@@ -187,7 +181,7 @@ class Work:
     def activation_buffer_bytes(self) -> int:
         if self.activations != "nvme":
             return 0
-        least = max(BUFFER_BYTES_DEFAULT, align_up(BUFFER_SHARES * self.saved_tensor_bytes))
+        least = max(spilling.BUFFER_BYTES_DEFAULT, align_up(spilling.BUFFER_SHARES * self.saved_tensor_bytes))
         return least if self.activation_buffer_bytes_max is None else self.activation_buffer_bytes_max
 
     @property
@@ -201,7 +195,7 @@ class Work:
         ]
         on_drive = [0] * len(self.saved_bytes)
         if self.activations == "nvme":
-            moved = bytes_on_drive([nbytes for _, nbytes in cut], self.activation_buffer_bytes)
+            moved = spilling.bytes_on_drive([nbytes for _, nbytes in cut], self.activation_buffer_bytes)
             for (group, _), nbytes in zip(cut, moved, strict=True):
                 on_drive[group] += nbytes
         return on_drive

@@ -17,18 +17,8 @@ from rich.progress import Progress as Bar
 
 from infinity.aio import IoSettings, probe
 from infinity.cli.arguments import values_of, write_json
-from infinity.cli.sweep import fio
-from infinity.cli.sweep.report import (
-    AllAtOnce,
-    Swept,
-    as_json,
-    block_in_words,
-    label_of,
-    on_one_device,
-    print_all_at_once,
-    print_found,
-    print_report,
-)
+from infinity.cli.sweep import fio, report
+from infinity.cli.sweep.report import Swept
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search
 from infinity.drive.choice import DriveProfile, save_profile
 from infinity.drive.describe import drive_of
@@ -99,12 +89,12 @@ class Sweep:
                 self._sweep(path, nbytes, progress)
             all_at_once = self._run_all_at_once(progress)
         for swept in self._swept:
-            print_report(swept, self._console, params=self._options.params)
+            report.print_report(swept, self._console, params=self._options.params)
             if not self._options.no_profile:
                 self._keep_profile(swept)
-        print_all_at_once(self._swept, all_at_once, self._console)
+        report.print_all_at_once(self._swept, all_at_once, self._console)
         if self._options.json is not None:
-            write_json(as_json(self._swept, all_at_once, self._options), self._options.json)
+            write_json(report.as_json(self._swept, all_at_once, self._options), self._options.json)
         if self._options.plot is not None:
             from infinity.cli.sweep.plot import draw
 
@@ -113,7 +103,7 @@ class Sweep:
     def print_partial_results(self) -> None:
         self._console.print("[bold]Ended early.[/] Results so far, from short trials:")
         for swept in self._swept:
-            print_found(swept, self._console)
+            report.print_found(swept, self._console)
 
     def _sweep(self, path: Path, nbytes: int, progress: Progress) -> None:
         with DriveTest(path, nbytes=nbytes, pool_bytes=_pool_bytes()) as test:
@@ -157,9 +147,9 @@ class Sweep:
 
     # --- All at once ---
 
-    def _run_all_at_once(self, progress: Progress) -> AllAtOnce | None:
+    def _run_all_at_once(self, progress: Progress) -> report.AllAtOnce | None:
         chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
-        if len(chosen) < 2 or on_one_device(self._swept):
+        if len(chosen) < 2 or report.on_one_device(self._swept):
             return None
         with ExitStack() as stack:
             tests = []
@@ -190,7 +180,7 @@ class Sweep:
         profile = DriveProfile(
             written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             path=str(swept.path),
-            drive=label_of(swept.drive),
+            drive=report.label_of(swept.drive),
             cpu_seconds_per_gib=choice.cpu_seconds_per_gib,
             **measured,
         )
@@ -210,6 +200,5 @@ def _pool_bytes() -> int:
 
 def _in_words(workload: Workload, settings: IoSettings) -> str:
     rings = f" x {settings.rings}" if settings.rings > 1 else ""
-    return (
-        f"{workload.value}, {settings.backend}, {block_in_words(settings.block_bytes)} x {settings.queue_depth}{rings}"
-    )
+    block = report.block_in_words(settings.block_bytes)
+    return f"{workload.value}, {settings.backend}, {block} x {settings.queue_depth}{rings}"
