@@ -180,13 +180,16 @@ def memory_of(
     elif elsewhere:
         host["buffer for saved activations, pinned"] = work.activation_buffer_bytes
         nvme[_SAVED] = elsewhere
+    return with_process(Memory(device, host, nvme), device_is_host=device_is_host)
+
+
+def with_process(memory: Memory, *, device_is_host: bool) -> Memory:
+    """Return the memory with that of the process; the memory of a CPU as a device is host memory."""
     if device_is_host:
-        return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, nvme)
-    return Memory(
-        {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device},
-        {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host},
-        nvme,
-    )
+        host = {"Python and torch": HOST_PROCESS_BYTES, **memory.host, **memory.device}
+        return Memory({}, host, memory.nvme)
+    device = {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **memory.device}
+    return Memory(device, {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **memory.host}, memory.nvme)
 
 
 # Keys of the JSON report. The lines of a tier add up, so no old name can be kept next to a new one for a release.

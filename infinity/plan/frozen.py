@@ -10,14 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from infinity.plan.estimate import (
-    DEVICE_PROCESS_BYTES,
-    GATHERED_GROUPS,
-    HOST_PROCESS_BYTES,
-    HOST_PROCESS_WITH_DEVICE_BYTES,
-    Memory,
-    activation_lines,
-)
+from infinity.plan.estimate import GATHERED_GROUPS, Memory, activation_lines, with_process
 from infinity.plan.frozen_groups import FrozenGroups
 from infinity.plan.machine import Machine
 from infinity.plan.planner import USABLE, what_lacks
@@ -199,21 +192,17 @@ def _place(
     work: Work, machine: Machine, groups: FrozenGroups, device: dict[str, int], host: dict[str, int], asked: _Asked
 ) -> tuple[Memory, int, list[str]]:
     """Return the memory of one rank, the bytes of its pool, and the reasons against a fit."""
-    if machine.device_is_host:
-        device, host = {}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}
-    else:
-        device = {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device}
-        host = {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host}
+    files = {"frozen weights, in their files": groups.whole_bytes * machine.nodes}
+    memory = with_process(Memory(device, host, files), device_is_host=machine.device_is_host)
     gather = pinned.gather_bytes(groups.largest_bytes)
     base, cache_bytes = asked.pinned_bytes, asked.cache_bytes
     if base is None:
         base = pinned.comfortable_bytes(gather, 0)
         if cache_bytes is None:
-            cache_bytes = int(USABLE * machine.host_bytes / machine.ranks_per_node) - sum(host.values()) - base
+            cache_bytes = int(USABLE * machine.host_bytes / machine.ranks_per_node) - memory.host_bytes - base
     useful = gather + pinned.ACCESS_BYTES + groups.whole_bytes
     pool = max(base, min(base + (cache_bytes or 0), useful))
-    host["pool of staged groups, pinned"] = pool
-    memory = Memory(device, host, {"frozen weights, in their files": groups.whole_bytes * machine.nodes})
+    memory.host["pool of staged groups, pinned"] = pool
     least = pinned.PinnedBudget(gather, 0).nbytes
     capacity = machine.drive_bytes or math.inf  # the files already exist
     return memory, pool, what_lacks(memory, machine, drive_room_bytes=capacity, pool=(pool, least))

@@ -23,7 +23,7 @@ from infinity.cli import bench
 from infinity.cli.doctor import command as doctor_command
 from infinity.cli.doctor import machine_checks, path_checks
 from infinity.cli.doctor.findings import Finding, Mark, Section
-from infinity.cli.environment import Facts
+from infinity.cli.environment import read_container, read_huge_pages, read_limits, read_machine
 from infinity.drive.describe import Disk, Drive, Queue
 from infinity.errors import IoError
 
@@ -31,38 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
 GIB = 1 << 30
 
-MACHINE: Facts = {
-    "kernel": "6.1.0",
-    "architecture": "x86_64",
-    "distribution": "Debian",
-    "cpus": 8,
-    "cpus_online": 16,
-    "numa_nodes": 2,
-    "memory_bytes": 64 * GIB,
-    "memory_available_bytes": 32 * GIB,
-    "swap_bytes": 0,
-    "swap_free_bytes": 0,
-    "memory_limit_bytes": None,
-    "memory_limit_used_bytes": None,
-}
-CONTAINER: Facts = {
-    "kind": None,
-    "gvisor": False,
-    "seccomp": "off",
-    "io_uring_disabled": 0,
-    "cap_ipc_lock": False,
-    "cap_sys_admin": False,
-}
-LIMITS: Facts = {
+NOWHERE = Path("/nowhere")
+MACHINE = read_machine(NOWHERE) | {"memory_bytes": 64 * GIB, "memory_available_bytes": 32 * GIB}
+CONTAINER = read_container(NOWHERE) | {"seccomp": "off", "io_uring_disabled": 0, "cap_ipc_lock": False}
+LIMITS = read_limits(NOWHERE) | {
     "memlock_soft_bytes": 8 * MIB,
-    "memlock_hard_bytes": 8 * MIB,
     "file_size_bytes": None,
     "open_files_soft": 1024,
-    "open_files_hard": 4096,
     "aio_max_nr": 65536,
     "aio_nr": 0,
 }
-PAGES: Facts = {"enabled": "madvise", "defrag": "madvise", "page_bytes": 2 * MIB, "reserved": []}
+PAGES = read_huge_pages(NOWHERE) | {"enabled": "madvise", "defrag": "madvise"}
 DISK = Disk("nvme0n1", "Fast", "eui.1", "nvme", 1 << 40, False, 0)
 DRIVE = Drive("/x", "/x", "ext4", "/dev/nvme0n1", ("rw",), "nvme0n1", (), (DISK,), Queue(1280, 2048, 127, 1023, "none"))
 
