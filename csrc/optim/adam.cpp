@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/crc32c.h"
+#include "base/instructions.h"
 #include "base/thread_pool.h"
 #include "optim/kernels.h"
 
@@ -23,25 +24,13 @@ namespace {
 constexpr int64_t kBlockNumel = 1 << 15;        // what a thread takes at a time: half a MiB of state or so
 constexpr int64_t kPageNumel = kPageBytes / 2;  // fills whole pages of every field
 
-std::vector<const Kernels*> kernels_here() {
-  std::vector<const Kernels*> kernels;
-#if defined(__x86_64__)
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx2 && avx512) kernels.push_back(&kAvx512Kernels);
-  if (avx2) kernels.push_back(&kAvx2Kernels);
-#endif
-  kernels.push_back(&kPortableKernels);
-  return kernels;
-}
-
 const Kernels& kernels_named(const std::string& name) {
-  static const auto& here = *new const auto(kernels_here());  // never destroyed: threads may outlive it
-  for (const Kernels* kernels : here) {
-    if (kernels->name == name) return *kernels;
-  }
-  throw std::invalid_argument("there is no " + name + " on this CPU");
+  static constexpr const Kernels* kAll[] = {
+#if defined(__x86_64__)
+      &kAvx512Kernels, &kAvx2Kernels,
+#endif
+      &kPortableKernels};
+  return infinity::kernels_named(name, kAll);
 }
 
 // [Note: Tails]
@@ -301,12 +290,6 @@ std::vector<int32_t> renewed(Ties old, const std::vector<Piece>& pieces, const s
 }
 
 }  // namespace
-
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : kernels_here()) names.emplace_back(kernels->name);
-  return names;
-}
 
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
                             const std::vector<Piece>& pieces, Ties ties, const Means& means, Pages* pages) {

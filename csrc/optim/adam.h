@@ -88,9 +88,6 @@ struct Means {
   std::string instructions;  // one of instruction_sets()
 };
 
-// Those that this CPU has, the fastest first; the last is always "portable".
-std::vector<std::string> instruction_sets();
-
 // Updates the elements of `pieces`, which ascend and do not overlap, in place, and returns the ties of the sub-group
 // anew. Throws std::invalid_argument for pieces that reach out of the sub-group or their shard. `pages`: where not
 // null, those of the fields are verified and summed on the way; then `numel` fills whole pages, and so do the places of

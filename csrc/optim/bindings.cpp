@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/crc32c.h"
+#include "base/instructions.h"
 #include "optim/adam.h"
 
 namespace py = pybind11;
@@ -160,7 +161,7 @@ py::array_t<float> norms_of(const std::vector<std::tuple<std::string, Address, i
 PYBIND11_MODULE(_optim, module) {
   namespace optim = infinity::optim;
   module.doc() = "Adam in one pass over memory. See csrc/optim/README.md.";
-  module.def("instruction_sets", &optim::instruction_sets);
+  module.def("instruction_sets", &infinity::instruction_sets);
   module.def("update", &optim::update_fields, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
              py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("moments_dtype"),

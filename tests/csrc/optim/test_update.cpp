@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/crc32c.h"
+#include "base/instructions.h"
 #include "base/thread_pool.h"
 #include "optim/adam.h"
 

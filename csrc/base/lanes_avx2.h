@@ -1,0 +1,192 @@
+// Sixteen lanes in pairs of registers: AVX2 with FMA and F16C, which every CPU that has AVX2 has, too.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define INLINE TARGET __attribute__((always_inline)) inline
+
+namespace infinity {
+namespace {
+
+struct Lanes {
+  static constexpr int kWidth = 16;
+  struct Floats {
+    __m256 low, high;
+  };
+  using Halves = __m256i;
+
+  INLINE static Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  INLINE static Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+  INLINE static void store(float* to, Floats value) {
+    _mm256_storeu_ps(to, value.low);
+    _mm256_storeu_ps(to + 8, value.high);
+  }
+  INLINE static Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+  INLINE static Floats subtract(Floats a, Floats b) {
+    return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
+  }
+  INLINE static Floats multiply(Floats a, Floats b) {
+    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+  INLINE static Floats divide(Floats a, Floats b) {
+    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+  }
+  INLINE static Floats square_root(Floats a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+  INLINE static Floats multiply_add(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  }
+  INLINE static bool any_nan(Floats a) { return _mm256_movemask_ps(unordered(a)) != 0; }
+
+  using Eight = __m256;
+  INLINE static Eight eight_zeros() { return _mm256_setzero_ps(); }
+  INLINE static void add_by_eights(Eight& sums, Floats a, int64_t) {
+    sums = _mm256_add_ps(_mm256_add_ps(sums, a.low), a.high);
+  }
+  INLINE static void store(float* to, Eight sums) { _mm256_storeu_ps(to, sums); }
+
+  INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
+  INLINE static Halves load_halves(const uint16_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  INLINE static void store_halves(uint16_t* to, Halves value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+  INLINE static Halves add(Halves a, Halves b) { return _mm256_add_epi16(a, b); }
+  INLINE static Halves bit_and(Halves a, Halves b) { return _mm256_and_si256(a, b); }
+  INLINE static Halves average(Halves a, Halves b) { return _mm256_avg_epu16(a, b); }
+  INLINE static Halves sign_bit(Halves a) { return _mm256_srli_epi16(a, 15); }
+  INLINE static Halves minus_one_where_negative(Halves a) { return _mm256_srai_epi16(a, 15); }
+  INLINE static bool any_equal(Halves a, uint16_t value) {
+    __m256i equal = _mm256_cmpeq_epi16(a, halves(value));
+    return !_mm256_testz_si256(equal, equal);
+  }
+  INLINE static bool any_equal_or_nan(Halves a, uint16_t value, Floats b) {
+    __m256i either = _mm256_or_si256(_mm256_cmpeq_epi16(a, halves(value)), _mm256_castps_si256(unordered(b)));
+    return !_mm256_testz_si256(either, either);
+  }
+
+  // Instructions that narrow or widen work on each 128 bits, so the middle quarters change places around them.
+  INLINE static Floats interleave(Halves upper, Halves lower) {
+    upper = _mm256_permute4x64_epi64(upper, kMiddleSwapped);
+    lower = _mm256_permute4x64_epi64(lower, kMiddleSwapped);
+    return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(lower, upper)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(lower, upper))};
+  }
+  INLINE static Halves upper_halves(Floats a) {
+    __m256i low = _mm256_srli_epi32(_mm256_castps_si256(a.low), 16);
+    __m256i high = _mm256_srli_epi32(_mm256_castps_si256(a.high), 16);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
+  }
+  INLINE static Halves lower_halves(Floats a) {
+    __m256i low = _mm256_blend_epi16(_mm256_castps_si256(a.low), _mm256_setzero_si256(), 0xAA);
+    __m256i high = _mm256_blend_epi16(_mm256_castps_si256(a.high), _mm256_setzero_si256(), 0xAA);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
+  }
+
+  struct Words {
+    __m256i low, high;
+  };
+  INLINE static Words words(uint32_t value) {
+    __m256i all = _mm256_set1_epi32(static_cast<int32_t>(value));
+    return {all, all};
+  }
+  INLINE static Words numbered_from(uint32_t first) {
+    return add(words(first),
+               {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)});
+  }
+  INLINE static Words add(Words a, Words b) {
+    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+  }
+  INLINE static Words multiply(Words a, Words b) {
+    return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+  }
+  INLINE static Words bit_and(Words a, Words b) {
+    return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
+  }
+  INLINE static Words bit_xor(Words a, Words b) {
+    return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+  }
+  template <int kBits>
+  INLINE static Words shifted_right(Words a) {
+    return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
+  }
+  INLINE static Words upper_halves_less_saturated(Words a, uint16_t b) {
+    Words less = words(static_cast<uint32_t>(b) << 16);
+    return {_mm256_subs_epu16(a.low, less.low), _mm256_subs_epu16(a.high, less.high)};
+  }
+  INLINE static Words maximum(Words a, Words b) {
+    return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)};
+  }
+  INLINE static Words unsigned_maximum(Words a, Words b) {
+    return {_mm256_max_epu32(a.low, b.low), _mm256_max_epu32(a.high, b.high)};
+  }
+  INLINE static Words maximum_where_at_least(Words a, Words b, Floats c, Floats d) {
+    Words where{_mm256_castps_si256(_mm256_cmp_ps(c.low, d.low, _CMP_GE_OQ)),
+                _mm256_castps_si256(_mm256_cmp_ps(c.high, d.high, _CMP_GE_OQ))};
+    Words larger = maximum(a, b);
+    return {_mm256_blendv_epi8(a.low, larger.low, where.low), _mm256_blendv_epi8(a.high, larger.high, where.high)};
+  }
+  INLINE static uint32_t largest(Words a) {
+    alignas(32) uint32_t lanes[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_max_epu32(a.low, a.high));
+    return *std::max_element(lanes, lanes + 8);
+  }
+  INLINE static Floats minimum(Floats a, Floats b) {
+    return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+  }
+  INLINE static Floats negated_where_negative(Floats a, Floats b) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_xor_ps(a.low, _mm256_and_ps(b.low, sign)), _mm256_xor_ps(a.high, _mm256_and_ps(b.high, sign))};
+  }
+  INLINE static Words load_bytes(const uint8_t* from) {
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+  INLINE static void store_bytes(uint8_t* to, const Words (&a)[4], int16_t more) {
+    __m256i added = _mm256_set1_epi16(more);
+    for (int i = 0; i < 4; i += 2) {
+      __m256i front = _mm256_adds_epi16(_mm256_packs_epi32(a[i].low, a[i].high), added);
+      __m256i back = _mm256_adds_epi16(_mm256_packs_epi32(a[i + 1].low, a[i + 1].high), added);
+      __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+      __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), in_order);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kWidth), bytes);
+    }
+  }
+  INLINE static Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+  INLINE static Words truncated(Floats a) { return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)}; }
+  INLINE static Words look_up_16(const int32_t* table, Words index) {
+    index = bit_and(index, words(15));
+    return {_mm256_i32gather_epi32(table, index.low, 4), _mm256_i32gather_epi32(table, index.high, 4)};
+  }
+  INLINE static Floats look_up_16(const float* table, Words index) {
+    index = bit_and(index, words(15));
+    return {_mm256_i32gather_ps(table, index.low, 4), _mm256_i32gather_ps(table, index.high, 4)};
+  }
+  INLINE static Words as_words(Floats a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }
+  INLINE static Floats as_floats(Words a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }
+
+  INLINE static Floats from_float16(Halves a) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
+  }
+  INLINE static Halves to_float16(Floats a) {
+    __m128i low = _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m128i high = _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
+
+ private:
+  static constexpr int kMiddleSwapped = 0xD8;
+
+  // In some lane of the result, where one of the two that it comes from is a NaN.
+  INLINE static __m256 unordered(Floats a) { return _mm256_cmp_ps(a.low, a.high, _CMP_UNORD_Q); }
+};
+
+}  // namespace
+}  // namespace infinity
