@@ -1,5 +1,5 @@
-"""Builds `infinity._aio` out of csrc/aio and `infinity._optim` out of csrc/optim, each with what it needs of csrc/base;
-everything else about the package stands in pyproject.toml.
+"""Builds `infinity._aio` out of csrc/aio, `infinity._optim` out of csrc/optim and `infinity._decode` out of csrc/decode, each
+with what it needs of csrc/base; everything else about the package stands in pyproject.toml.
 
 The extensions link neither torch nor CUDA, so one build serves every torch. liburing is used where a test program
 compiles and links against it, its archive rather than its library: what is built then runs where no liburing is. Without
@@ -37,6 +37,8 @@ AIO_SOURCES = sources_in("csrc/aio")
 AIO_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "error", "openmp", "process")]
 AIO_FAULTY = sources_in("tests/csrc/faulty") if TEST_BUILD else []
 OPTIM_SOURCES = sources_in("csrc/optim")
+DECODE_SOURCES = sources_in("csrc/decode")
+DECODE_BASE = [f"csrc/base/{name}.cpp" for name in ("openmp", "process", "thread_pool")]
 OPTIM_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "openmp", "process", "thread_pool")]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
 if TEST_BUILD:
@@ -114,12 +116,13 @@ def extension(name: str, sources: list[str]) -> Pybind11Extension:
     )
 
 
-if not AIO_SOURCES or not OPTIM_SOURCES:
+if not AIO_SOURCES or not OPTIM_SOURCES or not DECODE_SOURCES:
     raise SystemExit("no sources in csrc: run this from the root of a complete checkout")
 
 ParallelCompile("INFINITY_BUILD_JOBS", needs_recompile=needs_recompile).install()
 EXTENSIONS = [
     extension("infinity._aio", [*AIO_SOURCES, *AIO_BASE, *AIO_FAULTY]),
     extension("infinity._optim", [*OPTIM_SOURCES, *OPTIM_BASE]),
+    extension("infinity._decode", [*DECODE_SOURCES, *DECODE_BASE]),
 ]
 setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})

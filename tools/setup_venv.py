@@ -8,7 +8,7 @@ Needs nothing but a Python of 3.10 or newer and its standard library. The steps,
     build tools       setuptools and pybind11, as pyproject.toml asks for them
     torch             the one that is there, else the build for this machine [Note: Which torch]
     package           infinity itself, editable, with what it depends on
-    extension         infinity._aio and infinity._optim out of csrc/, in place; once `test` was named, the test build
+    extension         infinity._aio, _optim and _decode out of csrc/, in place; once `test` was named, the test build
     extras            test, dev, docs, plot: those named on the command line
 
 [Note: Stamps] Each step has a digest of all that it depends on; the digests of finished steps stand in
@@ -135,7 +135,7 @@ def set_up(extras: list[str], this_python: bool) -> bool:
         os.environ.setdefault("INFINITY_TEST_BUILD", "1")
     # Compiling is part of the package step, so that one counts as the extension step too.
     extension = extension_digest(facts, have_liburing)
-    extension_files = [ROOT / "infinity" / (name + facts["extension_suffix"]) for name in ("_aio", "_optim")]
+    extension_files = [ROOT / "infinity" / (name + facts["extension_suffix"]) for name in ("_aio", "_optim", "_decode")]
     package_digest = digest(file_digest("pyproject.toml", __file__), facts["version"], facts["torch"])
     with stamp.step("package", package_digest) as due:
         if due:

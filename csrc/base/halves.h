@@ -36,4 +36,8 @@ inline uint16_t float_to_float16(float value) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+inline float bfloat16_to_float(uint16_t half) {
+  return bits_as<float>(static_cast<uint32_t>(half) << 16);
+}
+
 }  // namespace infinity

@@ -90,9 +90,43 @@ struct Lanes {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
   }
 
+  INLINE static void stream_halves(uint16_t* to, Halves value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+  INLINE static void end_streams() { _mm_sfence(); }
+  INLINE static Halves load_signed(const uint8_t* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  template <int kBits>
+  INLINE static Halves shifted_left(Halves a) {
+    return _mm256_slli_epi16(a, kBits);
+  }
+  // By shuffles of bytes: of the lower ones of all halves, and of the upper ones.
+  template <bool streams>
+  INLINE static void look_up_16(const uint16_t* table, uint64_t codes, uint16_t* to) {
+    __m128i pairs = _mm_cvtsi64_si128(static_cast<int64_t>(codes)), four_bits = _mm_set1_epi8(15);
+    __m128i index =
+        _mm_unpacklo_epi8(_mm_and_si128(pairs, four_bits), _mm_and_si128(_mm_srli_epi16(pairs, 4), four_bits));
+    __m256i halves = load_halves(table), lower = _mm256_and_si256(halves, _mm256_set1_epi16(0xFF));
+    __m128i lower_bytes = _mm_packus_epi16(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
+    __m256i upper = _mm256_srli_epi16(halves, 8);
+    __m128i upper_bytes = _mm_packus_epi16(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+    __m128i low = _mm_shuffle_epi8(lower_bytes, index), high = _mm_shuffle_epi8(upper_bytes, index);
+    Halves found = _mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high));
+    streams ? stream_halves(to, found) : store_halves(to, found);
+  }
+
   struct Words {
     __m256i low, high;
   };
+  INLINE static Words load_words(const uint32_t* from) {
+    const auto* both = reinterpret_cast<const __m256i*>(from);
+    return {_mm256_loadu_si256(both), _mm256_loadu_si256(both + 1)};
+  }
+  INLINE static void store_words(uint32_t* to, Words value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value.low);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, value.high);
+  }
   INLINE static Words words(uint32_t value) {
     __m256i all = _mm256_set1_epi32(static_cast<int32_t>(value));
     return {all, all};
@@ -116,6 +150,10 @@ struct Lanes {
   template <int kBits>
   INLINE static Words shifted_right(Words a) {
     return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
+  }
+  template <int kBits>
+  INLINE static Words shifted_left(Words a) {
+    return {_mm256_slli_epi32(a.low, kBits), _mm256_slli_epi32(a.high, kBits)};
   }
   INLINE static Words upper_halves_less_saturated(Words a, uint16_t b) {
     Words less = words(static_cast<uint32_t>(b) << 16);

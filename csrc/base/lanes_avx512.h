@@ -66,7 +66,29 @@ struct Lanes {
   }
   INLINE static Halves lower_halves(Floats a) { return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_castps_si512(a)); }
 
+  INLINE static void stream_halves(uint16_t* to, Halves value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+  INLINE static void end_streams() { _mm_sfence(); }
+  INLINE static Halves load_signed(const uint8_t* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  template <int kBits>
+  INLINE static Halves shifted_left(Halves a) {
+    return _mm256_slli_epi16(a, kBits);
+  }
+  // Of a word, the permutation takes the lowest four bits.
+  template <bool streams>
+  INLINE static void look_up_16(const uint16_t* table, uint64_t codes, uint16_t* to) {
+    __m256i pairs = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(codes)));
+    __m256i index = _mm256_or_si256(pairs, _mm256_slli_epi32(pairs, 12));
+    Halves found = _mm256_maskz_permutexvar_epi16(kAll, index, load_halves(table));
+    streams ? stream_halves(to, found) : store_halves(to, found);
+  }
+
   using Words = __m512i;
+  INLINE static Words load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
+  INLINE static void store_words(uint32_t* to, Words value) { _mm512_storeu_si512(to, value); }
   INLINE static Words words(uint32_t value) { return _mm512_set1_epi32(static_cast<int32_t>(value)); }
   INLINE static Words numbered_from(uint32_t first) {
     return _mm512_add_epi32(words(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
@@ -78,6 +100,10 @@ struct Lanes {
   template <int kBits>
   INLINE static Words shifted_right(Words a) {
     return _mm512_maskz_srli_epi32(kAll, a, kBits);
+  }
+  template <int kBits>
+  INLINE static Words shifted_left(Words a) {
+    return _mm512_maskz_slli_epi32(kAll, a, kBits);
   }
   INLINE static Words upper_halves_less_saturated(Words a, uint16_t b) {
     return _mm512_subs_epu16(a, words(static_cast<uint32_t>(b) << 16));

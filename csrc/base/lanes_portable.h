@@ -53,7 +53,21 @@ struct Lanes {
   static Halves upper_halves(Floats a) { return static_cast<Halves>(bits_as<uint32_t>(a) >> 16); }
   static Halves lower_halves(Floats a) { return static_cast<Halves>(bits_as<uint32_t>(a)); }
 
+  static void stream_halves(uint16_t* to, Halves value) { *to = value; }
+  static void end_streams() {}
+  static Halves load_signed(const uint8_t* from) { return static_cast<Halves>(static_cast<int8_t>(*from)); }
+  template <int kBits>
+  static Halves shifted_left(Halves a) {
+    return static_cast<Halves>(a << kBits);
+  }
+  template <bool streams>
+  static void look_up_16(const uint16_t* table, uint64_t codes, uint16_t* to) {
+    for (int i = 0; i < 16; ++i) to[i] = table[codes >> 4 * i & 15];
+  }
+
   using Words = uint32_t;
+  static Words load_words(const uint32_t* from) { return *from; }
+  static void store_words(uint32_t* to, Words value) { *to = value; }
   static Words words(uint32_t value) { return value; }
   static Words numbered_from(uint32_t first) { return first; }
   static Words add(Words a, Words b) { return a + b; }
@@ -63,6 +77,10 @@ struct Lanes {
   template <int kBits>
   static Words shifted_right(Words a) {
     return a >> kBits;
+  }
+  template <int kBits>
+  static Words shifted_left(Words a) {
+    return a << kBits;
   }
   static Words upper_halves_less_saturated(Words a, uint16_t b) {
     return (a & 0xFFFF) | (a >> 16 > b ? (a >> 16) - b : 0) << 16;

@@ -44,6 +44,7 @@ SOURCES = {
         *(*HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")),
     ],
     "optim": [*BASE, *(CSRC / "optim").glob("*.cpp"), *HERE.glob("optim/test_*.cpp"), MAIN],
+    "decode": [*BASE, *(CSRC / "decode").glob("*.cpp"), *HERE.glob("decode/test_*.cpp"), MAIN],
 }
 VARIANTS = {
     "asan+ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
