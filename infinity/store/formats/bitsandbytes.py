@@ -8,8 +8,8 @@
     them, and one offset.
 
 The formats: `QuantState.as_dict` and `int8_vectorwise_quant` in bitsandbytes/functional.py,
-https://huggingface.co/docs/bitsandbytes. bitsandbytes decodes the blocks here as one long row. If the rows of a matrix
-are not whole blocks, bitsandbytes 0.50 on a CPU gives wrong values.
+https://huggingface.co/docs/bitsandbytes. Values are those of bitsandbytes, whose version 0.50 gives others on a CPU if
+the rows of a matrix are not whole blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,25 @@ from typing import Any
 
 import torch
 
-from infinity.errors import ConfigError, parsing
+from infinity.errors import parsing
 from infinity.store.foreign import FileRange, StoredParameter, StoredTensor, parse_shape, read_bytes
+from infinity.store.formats.coded import Coded, Piece, shaped
+from infinity.store.formats.coded_matrix import CodedMatrix
 
 _STATE = ".quant_state.bitsandbytes__"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+_TABLES = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": (*(value / 12 for value in _FP4), *(-value / 12 for value in _FP4)),
+}
+"""The values of codes. bitsandbytes decodes with these, whatever is in the file."""
 _BLOCK_NUMELS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """The block sizes that bitsandbytes decodes."""
-_AT_ONCE_NUMEL = 1 << 20
-"""Elements decoded at once: they stay in the cache of a core."""
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
@@ -82,8 +92,7 @@ def _int8_rows(codes: StoredTensor, scales: StoredTensor, layout: StoredTensor |
         )
     if codes.nbytes != math.prod(codes.shape) or scales.nbytes != codes.shape[0] * _FLOATS[scales.dtype].itemsize:
         raise ValueError("the size of a tensor does not match its shape")
-    flat = StoredTensor(scales.path, scales.dtype, (codes.shape[0],), scales.offset, scales.nbytes)
-    return Int8Rows(codes, flat)
+    return Int8Rows(codes.shape, (Piece(codes), Piece(shaped(scales, codes.shape[0]))))
 
 
 def _four_bit_blocks(
@@ -100,17 +109,17 @@ def _four_bit_blocks(
         raise ValueError(f"{codes.nbytes} bytes of codes for the shape {shape}")
     if scales.nbytes != blocks * (1 if nested else 4) or scales.dtype != ("U8" if nested else "F32"):
         raise ValueError(f"{scales.nbytes} bytes of scales in {scales.dtype} for {blocks} blocks")
-    table = _floats(where[f"{name}.quant_map"], 16)
-    if not torch.equal(table, _bitsandbytes().get_4bit_type(kind, device="cpu")):
-        raise ValueError("its quant_map differs from the table in bitsandbytes, which decodes with its own")
+    table = tuple(_floats(where[f"{name}.quant_map"], 16).tolist())
+    if table != tuple(torch.tensor(_TABLES[kind]).tolist()):
+        raise ValueError("its quant_map differs from the table that bitsandbytes decodes with")
     if not nested:
-        return FourBitBlocks(codes, scales, shape, kind, block_numel, table)
+        return FourBitBlocks(codes, scales, shape, block_numel, table)
     at_once, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
     if at_once < 1 or not math.isfinite(offset):
         raise ValueError(f"scales in blocks of {at_once} with offset {offset}")
     scale_scales = _floats(where[f"{name}.nested_absmax"], -(-blocks // at_once))
     scale_table = _floats(where[f"{name}.nested_quant_map"], 256)
-    return FourBitBlocks(codes, scales, shape, kind, block_numel, table, scale_table, scale_scales, at_once, offset)
+    return FourBitBlocks(codes, scales, shape, block_numel, table, scale_table, scale_scales, at_once, offset)
 
 
 def _floats(stored: StoredTensor, count: int) -> torch.Tensor:
@@ -124,25 +133,14 @@ def _floats(stored: StoredTensor, count: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Rows:
+class Int8Rows(Coded):
     """A matrix in int8 with a scale per row."""
 
-    codes: StoredTensor
-    scales: StoredTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        return *self.codes.ranges(first, count), *self.scales.ranges(first, count)
-
-    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
-        codes = parts[0].view(torch.int8).view(out.shape)
-        scales = parts[1].clone().view(_FLOATS[self.scales.dtype]).float().mul(1 / 127)[:, None]
-        step = max(1, _AT_ONCE_NUMEL // max(1, out.shape[1]))
-        for row in range(0, len(out), step):
-            torch.mul(codes[row : row + step], scales[row : row + step], out=out[row : row + step])
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
+        codes, scales = pieces
+        return CodedMatrix(
+            lines=codes, numbers=torch.int8, scales=scales.float().mul(1 / 127)[:, None], columns=self.shape[1]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +153,8 @@ class FourBitBlocks:
     codes: StoredTensor
     scales: StoredTensor
     shape: tuple[int, ...]
-    kind: str
     block_numel: int
-    table: torch.Tensor
+    table: tuple[float, ...]
     scale_table: torch.Tensor | None = None
     scale_scales: torch.Tensor | None = None
     scales_at_once: int = 256
@@ -176,19 +173,18 @@ class FourBitBlocks:
 
     def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
         codes, scales = parts
-        begin, _ = self._blocks(first, len(out))
-        skip = first * out.shape[1] - begin * self.block_numel  # elements of the first block that are of the row before
-        flat = out.view(-1)
-        step = _AT_ONCE_NUMEL if codes.device.type == "cpu" else skip + flat.numel()
-        step = -(-step // self.block_numel) * self.block_numel
-        for at in range(0, skip + flat.numel(), step):
-            numel = min(step, 2 * codes.numel() - at)
-            block, blocks = at // self.block_numel, -(-numel // self.block_numel)
-            stored = scales[block * self._scale_bytes : (block + blocks) * self._scale_bytes]
-            of_blocks = self._scales(stored, begin + block)
-            values = self._values(codes[at // 2 : (at + numel) // 2], of_blocks, numel, out.dtype)
-            low, high = max(at, skip), min(at + numel, skip + flat.numel())
-            flat[low - skip : high - skip].copy_(values[low - at : high - at])
+        count, width = out.shape
+        begin, _ = self._blocks(first, count)
+        skip = first * width - begin * self.block_numel  # elements of the first block that are of the row before
+        rows = 1 if width % self.block_numel else count  # blocks that reach across rows: decoded as one long row
+        CodedMatrix(
+            lines=codes.view(rows, -1),
+            numbers=self.table,
+            high_first=True,
+            scales=self._scales(scales, begin).view(rows, -1),
+            columns=self.block_numel,
+            column=skip,
+        ).decode(out.view(rows, -1))
 
     @property
     def _scale_bytes(self) -> int:
@@ -208,31 +204,8 @@ class FourBitBlocks:
         table, scales = self._on(stored.device, "scale_table"), self._on(stored.device, "scale_scales")
         return table[stored.long()] * scales[number] + self.scale_offset
 
-    def _values(self, codes: torch.Tensor, scales: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        functional = _bitsandbytes()
-        state = functional.QuantState(
-            absmax=scales.contiguous(),
-            shape=torch.Size([numel]),
-            code=self._on(codes.device, "table"),
-            blocksize=self.block_numel,
-            quant_type=self.kind,
-            dtype=dtype,
-        )
-        values: torch.Tensor = functional.dequantize_4bit(codes.reshape(-1, 1), state)
-        return values.view(-1)
-
     def _on(self, device: torch.device, name: str) -> torch.Tensor:
         """Return a table on a device. It is copied there once."""
         if (device, name) not in self._tables:
             self._tables[device, name] = getattr(self, name).to(device)
         return self._tables[device, name]
-
-
-def _bitsandbytes() -> Any:
-    try:
-        import bitsandbytes.functional
-    except ImportError:
-        raise ConfigError(
-            "decoding these 4-bit weights needs bitsandbytes: pip install bitsandbytes, or use weights in 8 or 16 bits"
-        ) from None
-    return bitsandbytes.functional

@@ -22,18 +22,8 @@ import torch
 
 from infinity.errors import ConfigError, parsing, printable
 from infinity.store.foreign import DTYPES, StoredParameter, StoredTensor
-from infinity.store.formats.coded import (
-    E2M1,
-    Coded,
-    Piece,
-    decode_blocks,
-    expect,
-    nibbles,
-    scale_values,
-    shaped,
-    whole,
-    without_activations,
-)
+from infinity.store.formats.coded import E2M1, Coded, Piece, expect, shaped, whole, without_activations
+from infinity.store.formats.coded_matrix import CodedMatrix, byte_numbers
 from infinity.store.formats.fp8 import scaled_fp8
 
 _FORMATS = {
@@ -48,6 +38,7 @@ _FORMATS = {
 }
 _FLOATS = ("BF16", "F16", "F32")
 _BITS = (4, 8)
+_INT4 = (*map(float, range(-8, 8)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,21 +53,19 @@ class IntGroups(Coded):
     zeros: bool
     ordered: bool
 
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
         codes, scales, *others = pieces
-        scales = scales.expand(len(out), -1)
-        zeros = self._zeros(others[0], first, len(out)).to(scales.dtype) if self.zeros else None
-        columns: int | torch.Tensor = others[-1] if self.ordered else self.shape[1] // scales.shape[1]
-
-        def values(rows: slice) -> torch.Tensor:
-            if self.packed == 4:
-                return nibbles(codes[rows], range(-8, 8), self.shape[1])
-            part = codes[rows]
-            if self.packed:
-                part = part.contiguous().view(torch.uint8).bitwise_xor(0x80).view(torch.int8)[:, : self.shape[1]]
-            return part
-
-        decode_blocks(out, values, scales, zeros, columns=columns)
+        zeros = self._zeros(others[0], first, count).float() if self.zeros else None
+        if self.packed == 8:  # packed codes have half the range added
+            zeros = torch.full((1, 1), 128.0, device=codes.device) + (0 if zeros is None else zeros)
+        return CodedMatrix(
+            lines=codes,
+            numbers=_INT4 if self.packed == 4 else torch.uint8 if self.packed else torch.int8,
+            scales=scales.expand(count, -1),
+            zeros=None if zeros is None else zeros.expand(count, scales.shape[1]),
+            columns=others[-1] if self.ordered else self.shape[1] // scales.shape[1],
+            through=scales.dtype,
+        )
 
     def _zeros(self, zeros: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """Return the zeros of rows [first, first + count)."""
@@ -96,14 +85,19 @@ class Fp4Groups(Coded):
     divides: bool
     through: torch.dtype | None
 
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
-        codes, scales = pieces[0], scale_values(pieces[1])
-        for of_all in pieces[2:]:
-            scales = scales / of_all if self.divides else scales * of_all
-        width = self.shape[1]
-        columns = width // scales.shape[1]
-        decode_blocks(
-            out, lambda rows: nibbles(codes[rows], E2M1, width), scales, columns=columns, through=self.through
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
+        codes, scales, *of_all = pieces
+        numbers = byte_numbers(scales.dtype, scales.device)
+        assert numbers is not None
+        for factor in of_all:
+            numbers = numbers / factor.view(()) if self.divides else numbers * factor.view(())
+        return CodedMatrix(
+            lines=codes,
+            numbers=E2M1,
+            scales=scales,
+            scale_numbers=numbers,
+            columns=self.shape[1] // scales.shape[1],
+            through=self.through,
         )
 
 
@@ -167,20 +161,20 @@ def _parameter(
     parts: Mapping[str, StoredTensor | None],
     schemes: list[dict[str, Any]],
 ) -> StoredParameter:
+    if codes.dtype == "U8":
+        return _fp4_groups(codes, scale, parts["global_scale"], divides=True, through=torch.bfloat16)
+    if scale.dtype not in _FLOATS:
+        raise ValueError(f"scales in {scale.dtype}")
     if codes.dtype in ("F8_E4M3", "F8_E5M2"):
         block = next((scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")), None)
         if block is None and scale.shape[:1] not in ((), (1,), codes.shape[:1]):
             raise ValueError(f"{codes.shape[0]} rows with scales of shape {scale.shape}")
         return scaled_fp8(codes, scale, block, through=DTYPES[scale.dtype])
-    if codes.dtype == "U8":
-        return _fp4_groups(codes, scale, parts["global_scale"], divides=True, through=torch.bfloat16)
     rows, width = expect(codes, ["I32", "I8"], *codes.shape).shape
     packed = 0
     if codes.dtype == "I32":
         packed = _bits(schemes)
         width = width * 32 // packed
-    if scale.dtype not in _FLOATS:
-        raise ValueError(f"scales in {scale.dtype}")
     if scale.shape == (1,):
         scales = whole(scale, 1, 1)
     else:

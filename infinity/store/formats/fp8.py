@@ -16,19 +16,8 @@ import torch
 
 from infinity.errors import parsing
 from infinity.store.foreign import StoredParameter, StoredTensor
-from infinity.store.formats.coded import (
-    E2M1,
-    Coded,
-    Piece,
-    decode_blocks,
-    fp8_values,
-    nibbles,
-    row_scales,
-    scale_values,
-    shaped,
-    whole,
-    without_activations,
-)
+from infinity.store.formats.coded import E2M1, Coded, Piece, shaped, whole, without_activations
+from infinity.store.formats.coded_matrix import CodedMatrix, byte_numbers
 
 CODES = ("F8_E4M3", "F8_E5M2", "I8")
 SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -37,7 +26,7 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 @dataclass(frozen=True, eq=False)
 class Fp8Blocks(Coded):
-    """A matrix, or a stack of them, with a scale per `block` (rows, columns). `through`: see `decode_blocks`."""
+    """A matrix, or a stack of them, with a scale per `block` (rows, columns). `through`: see `CodedMatrix`."""
 
     block: tuple[int, int]
     through: torch.dtype | None = None
@@ -46,18 +35,19 @@ class Fp8Blocks(Coded):
         codes, scales = (piece.tensor.row(number) for piece in self.pieces)
         return _blocks(codes, self.shape[1:], scales, self.block, self.through)
 
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
-        codes, scales = pieces[0].flatten(0, -2), scale_values(pieces[1])
-        if out.dim() == 3:
-            scales = scales.repeat_interleave(self.block[0], 1)[:, : out.shape[1]].flatten(0, 1)
-        else:
-            scales = row_scales(scales, first, len(out), self.block[0])
-
-        def values(rows: slice) -> torch.Tensor:
-            of_rows = codes[rows]
-            return nibbles(of_rows, E2M1, out.shape[-1]) if codes.dtype is torch.int8 else fp8_values(of_rows)
-
-        decode_blocks(out.flatten(0, -2), values, scales, columns=self.block[1], through=self.through)
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
+        codes, scales = pieces
+        rows, columns = self.block
+        return CodedMatrix(
+            lines=codes,
+            numbers=E2M1 if codes.dtype is torch.int8 else codes.dtype,
+            scales=scales,
+            scale_numbers=byte_numbers(scales.dtype, scales.device),
+            rows=rows,
+            row_in_group=first % rows,
+            columns=columns,
+            through=self.through,
+        )
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:

@@ -21,10 +21,13 @@ import torch
 
 from infinity.errors import ConfigError, parsing, printable
 from infinity.store.foreign import StoredParameter, StoredTensor
-from infinity.store.formats.coded import Coded, Piece, decode_blocks, expect, nibbles, whole
+from infinity.store.formats.coded import Coded, Piece, expect, whole
+from infinity.store.formats.coded_matrix import CodedMatrix, codes_of_nibbles
 
 _PARTS = ("qweight", "qzeros", "scales")
 _FLOATS = ("F16", "BF16", "F32")
+_NUMBERS = (*map(float, range(16)),)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,43 +40,36 @@ class GptqColumns(Coded):
     bits: int
     zeros_less: int
 
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
         codes, words, scales, *order = pieces
-        zeros = _unpacked(words, self.bits).flatten(1)[:, first % (32 // self.bits) :][:, : len(out)]
-        columns: int | torch.Tensor = order[0] if order else out.shape[1] // len(scales)
-
-        def values(rows: slice) -> torch.Tensor:
-            of_rows = codes[:, rows].t().contiguous()
-            if self.bits == 4:
-                return nibbles(of_rows, range(16), out.shape[1])
-            return of_rows.view(torch.uint8)
-
-        zeros = (zeros + self.zeros_less).t().to(scales.dtype).contiguous()
-        decode_blocks(out, values, scales.t().contiguous(), zeros, columns=columns)
+        zeros = _unpacked(words, self.bits).flatten(1)[:, first % (32 // self.bits) :][:, :count]
+        return CodedMatrix(
+            lines=codes,
+            layout="words",
+            numbers=_NUMBERS if self.bits == 4 else torch.uint8,
+            scales=scales.t(),
+            zeros=(zeros + self.zeros_less).float().t(),
+            columns=order[0] if order else self.shape[1] // len(scales),
+            through=scales.dtype,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class AwqColumns(Coded):
     """A matrix in AWQ's codes. Pieces: codes, zeros, scales."""
 
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
         codes, words, scales = pieces
-        skip = first % 8
-
-        def outputs(of: torch.Tensor, low: int, high: int) -> torch.Tensor:
-            """Return codes as rows of outputs (bf16)."""
-            begin, end = (skip + low) // 8, -(-(skip + high) // 8)
-            part = of[:, begin:end].contiguous()
-            four = nibbles(part, range(16), 8 * part.shape[1]).view(len(of), -1, 2, 4)
-            return four.permute(1, 3, 2, 0).flatten(0, 2)[skip + low - 8 * begin :][: high - low]
-
-        zeros = outputs(words, 0, len(out)).to(scales.dtype).contiguous()
-        decode_blocks(
-            out,
-            lambda rows: outputs(codes, rows.start, rows.stop),
-            scales.t().contiguous(),
-            zeros,
-            columns=out.shape[1] // len(scales),
+        return CodedMatrix(
+            lines=codes,
+            layout="nibbles",
+            order=_AWQ_ORDER,
+            numbers=_NUMBERS,
+            scales=scales.t(),
+            zeros=codes_of_nibbles(words, _AWQ_ORDER, first % 8, first % 8 + count).float(),
+            columns=self.shape[1] // len(scales),
+            row=first % 8,
+            through=scales.dtype,
         )
 
 

@@ -15,29 +15,34 @@ import torch
 
 from infinity.errors import parsing
 from infinity.store.foreign import StoredParameter, StoredTensor
-from infinity.store.formats.coded import E2M1, Coded, Piece, decode_blocks, expect, nibbles, scale_values, whole
+from infinity.store.formats.coded import E2M1, Coded, Piece, expect, whole
+from infinity.store.formats.coded_matrix import CodedMatrix, byte_numbers
 
 _BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4Experts(Coded):
-    """A stack of matrices, whose transposes are in the file."""
+    """A stack of matrices, or one of them, whose transposes are in the file. So each page has elements of all ranks."""
 
-    def row(self, number: int) -> Mxfp4Expert:
-        return Mxfp4Expert(self.shape[1:], tuple(_all_of(piece.tensor.row(number)) for piece in self.pieces))
+    def row(self, number: int) -> Mxfp4Experts:
+        rows = (piece.tensor.row(number) for piece in self.pieces)
+        return Mxfp4Experts(self.shape[1:], tuple(whole(row, *row.shape) for row in rows))
 
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
-        for matrix, codes, exponents in zip(out, *pieces, strict=True):
-            _fill_transposed(matrix, 0, codes, exponents)
-
-
-@dataclass(frozen=True, eq=False)
-class Mxfp4Expert(Coded):
-    """One matrix of the stack. Its rows are columns in the file, so each page has elements of all ranks."""
-
-    def fill(self, out: torch.Tensor, first: int, *pieces: torch.Tensor) -> None:
-        _fill_transposed(out, first, *pieces)
+    def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
+        codes, exponents = pieces
+        return CodedMatrix(
+            lines=codes.flatten(1),
+            layout="nibbles",
+            numbers=E2M1,
+            scales=exponents.t()[first // _BLOCK :],
+            scale_numbers=byte_numbers(exponents.dtype, exponents.device),
+            rows=_BLOCK,
+            row_in_group=first % _BLOCK,
+            columns=1,
+            row=first,
+            through=torch.bfloat16,
+        )
 
 
 def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
@@ -59,17 +64,3 @@ def _experts(codes: StoredTensor, exponents: StoredTensor) -> Mxfp4Experts:
     expect(codes, ["U8"], experts, outputs, blocks, _BLOCK // 2)
     expect(exponents, ["U8"], experts, outputs, blocks)
     return Mxfp4Experts((experts, blocks * _BLOCK, outputs), (Piece(codes), Piece(exponents)))
-
-
-def _all_of(tensor: StoredTensor) -> Piece:
-    return whole(tensor, *tensor.shape)
-
-
-def _fill_transposed(out: torch.Tensor, first: int, codes: torch.Tensor, exponents: torch.Tensor) -> None:
-    """Set `out` to rows from `first` on of the transposed matrix. Products with powers of two are exact in bf16."""
-    low, high = first // _BLOCK, -(-(first + len(out)) // _BLOCK)
-    codes, scales = codes[:, low:high].flatten(1), scale_values(exponents[:, low:high]).bfloat16()
-    columns = (high - low) * _BLOCK
-    matrix = torch.empty(len(codes), columns, dtype=torch.bfloat16, device=out.device)
-    decode_blocks(matrix, lambda rows: nibbles(codes[rows], E2M1, columns), scales, columns=_BLOCK)
-    out.copy_(matrix[:, first - low * _BLOCK :][:, : len(out)].t())
