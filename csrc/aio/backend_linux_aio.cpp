@@ -186,7 +186,7 @@ class LinuxAioBackend final : public Backend {
     bell_patience_.renew();
   }
 
-  // Without it nobody could wake the ring.
+  // Without it the ring could not be woken.
   [[noreturn]] static void refuse_bell(int error_number) {
     if (error_number == EINVAL) throw_failure(EINVAL, "linux_aio can't be woken here: Linux 4.19 is needed");
     throw_failure(error_number, "io_submit gave " + format_errno(error_number));

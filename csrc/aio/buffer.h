@@ -16,22 +16,22 @@ namespace infinity::aio {
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
 // [Note: Present later]
-// The kernel takes 0.1 s to give a GiB, and 2 s where a virtual machine must have it from its host first. So a slab can
-// be used as soon as it is mapped: a thread of its own makes the pages present, from the first to the last, and whoever
-// uses one earlier makes that one present. The thread adds nothing to a byte of each page, atomically, as others' bytes
-// may be there already. MADV_POPULATE_WRITE would hold the lock of the address space, for which everybody waits who
-// maps memory. The rings register the slab when all of it is there, as registering makes pages present, too.
+// The kernel needs 0.1 s for a GiB, and 2 s if a virtual machine gets it from its host first. So a slab can be used as
+// soon as it is mapped: a separate thread makes the pages present in order, and the first use of a page makes it
+// present, too. The thread adds 0 atomically to a byte of each page, which may already hold data. MADV_POPULATE_WRITE
+// would hold the lock of the address space, and block every other mmap. The rings register the slab when all of it is
+// present, because registering makes pages present, too.
 
-// Page-aligned anonymous memory, 2 MiB aligned, in huge pages where the kernel gives them, not inherited by forked
-// children (see [Note: fork]). What is optional and was refused stands in notes(). Any thread may use it.
+// Anonymous memory, 2 MiB aligned, in huge pages if available, not inherited by forked children (see [Note: fork]).
+// Refused optional requests are in notes(). Any thread may use it.
 class PinnedSlab {
  public:
   // All of it is present from the start, or in a while: see [Note: Present later]. Throws OutOfMemory when the memory
   // isn't there, std::invalid_argument when `bytes` isn't positive.
   explicit PinnedSlab(int64_t bytes, bool huge_pages = true, bool lock = false, bool in_background = false);
 
-  // A slab around memory of someone else, who keeps it until every transfer with it is done. Nothing is asked of the
-  // kernel for it. Throws std::invalid_argument when `data` isn't on a page boundary or `bytes` isn't positive.
+  // A slab around memory that its owner keeps until every transfer with it is done; it is used as it is. Throws
+  // std::invalid_argument when `data` isn't on a page boundary or `bytes` isn't positive.
   static std::shared_ptr<PinnedSlab> around(std::byte* data, int64_t bytes);
   PinnedSlab(const PinnedSlab&) = delete;
   PinnedSlab& operator=(const PinnedSlab&) = delete;

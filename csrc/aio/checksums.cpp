@@ -69,7 +69,7 @@ std::string Checksums::Mismatch::in_words() const {
                 "the page at offset %" PRId64 " of the file doesn't hold what %s there (CRC-32C %08" PRIx32
                 " instead of %08" PRIx32 "): %s",
                 offset, by_others ? "its first read found" : "was written", actual, expected,
-                by_others ? "it was changed meanwhile; start anew with the file as it is to be"
+                by_others ? "it was changed meanwhile; restart with the final file"
                           : "see to the health of the drive (smartctl -a, dmesg) before using it again");
   return text.data();
 }

@@ -17,23 +17,20 @@
 namespace infinity::aio {
 
 // [Note: integrity]
-// A ring sums the pages of a block when it submits the write, and holds the pages of a block against their sums when
-// the read has ended; or whoever asked for the transfer does both, on a pass that it makes over the bytes anyway
-// (Request::sums_by_caller). So every page that a read delivers is one of these:
-//   - written by us: it holds what was written last, or the read fails;
-//   - never written, in a file that we made: it reads as zero, or the read fails;
-//   - never written, in a file opened to be read only: it holds what its first read found, or the read fails;
-//   - unknown, and delivered as it is: never written, in any other file that was there; or its last write has failed,
-//     which the writer was told.
-// A drive that loses a write, puts it elsewhere, gives back an older page or one of another place, and a file that was
-// truncated or written by somebody else, are all found this way, since the sums don't lie on the drive. What is not
-// found: bytes that were wrong in memory before the write was submitted or after the read was verified, and a change of
-// a page that leaves its CRC-32C as it was: by chance one in 2^32, and never one of up to 3 bits, of an odd number of
-// bits, or within 32 bits in a row.
+// A ring sums the pages of a block when it submits the write, and compares them when the read has ended. A caller that
+// passes over the bytes anyway may do both instead (Request::sums_by_caller). Every page that a read delivers is one
+// of:
+//   - written by us: it has the bytes of its last write, or the read fails;
+//   - never written, in a file that we made: it is zero, or the read fails;
+//   - never written, in a file opened read-only: it has the bytes of its first read, or the read fails;
+//   - unknown and not verified: never written, in another existing file; or its last write failed.
 //
-// A read of pages that are being written may fail: who reads waits for the write first.
+// The sums are not on the drive. So this detects lost and misplaced writes, old and misplaced pages, truncation, and
+// writes by other processes. It can't detect bytes that were wrong in memory before the write was submitted or after
+// the read was verified, nor changes that keep the CRC-32C: one in 2^32 by chance, but none of up to 3 bits, of an odd
+// number of bits, or within 32 bits in a row.
 //
-// Calls may come from any thread. All offsets and lengths are whole pages.
+// A read of pages that are being written may fail. Any thread may call. All offsets and lengths are whole pages.
 class Checksums {
  public:
   // What pages hold that were never written here.
@@ -47,7 +44,7 @@ class Checksums {
   // Says that the pages at `offset` hold these bytes from now on.
   void set_from(const std::byte* bytes, int64_t offset, int64_t length);
 
-  // Says that nobody knows what they hold.
+  // Marks them as unknown.
   void forget(int64_t offset, int64_t length);
 
   struct Mismatch {

@@ -71,7 +71,7 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Waits for everything under way and joins the ring threads. Throws nothing: failures that nobody saw are lost here.
+  // Waits for all transfers and joins the ring threads. Throws nothing: failures that no wait has thrown are lost.
   ~Engine();
 
   std::shared_ptr<Transfer> start(Request request);

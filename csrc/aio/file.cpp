@@ -83,7 +83,7 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
                                          : Checksums::Unwritten::kUnknown;
     auto checksums = options.checksums ? std::make_unique<Checksums>(unwritten) : nullptr;
     descriptor = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums));
-  } catch (...) {  // nobody owns it yet
+  } catch (...) {  // it has no owner yet
     close_kept_from_children(fd, [fd] { ::close(fd); });
     throw;
   }

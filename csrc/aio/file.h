@@ -19,8 +19,8 @@ struct FileOptions {
   bool fine_alignment =
       false;               // take transfers aligned as finely as the drive does, where it says so, not only at 4096
   bool read_only = false;  // for files that one may not write
-  // For this open file alone (flock), and never what a link names. The lock lasts as long as the last transfer, even of
-  // a process that was killed: whoever has it knows that nobody's write is still under way.
+  // Lock the file for this descriptor (flock); never follow a link. The lock lasts until the last transfer has ended,
+  // even after the process was killed: its next holder knows that no write is in flight.
   bool exclusive = false;
   bool checksums = false;  // sum what is written, verify what is read; transfers then move whole pages
 };

@@ -27,7 +27,7 @@ constexpr int64_t kLongSumBytes = int64_t{1} << 20;  // the drive shall not be w
 constexpr const char* kNoPollQueues =
     "the drive has no poll queues: turn iopoll off, or give its driver some (nvme.poll_queues)";
 
-// For what the kernel may still touch though nobody can say when it stops.
+// Keeps memory and files that the kernel may use for an unknown time.
 void keep_for_good(std::shared_ptr<const void> thing) {
   static auto* mutex = new std::mutex();
   static auto* things = new std::vector<std::shared_ptr<const void>>();
@@ -159,7 +159,7 @@ class RingLoop {
     }
   }
 
-  // A short direct transfer goes on at the sector that it did not finish: offsets and memory must stay aligned.
+  // A short direct transfer continues at the unfinished sector, so that offsets and memory stay aligned.
   void on_bytes(Block& block, int64_t moved) {
     moved = std::min(moved, block.length);
     if (moved < block.length && block.file->direct()) moved -= moved % block.file->alignment();
@@ -321,7 +321,7 @@ void run_ring(EngineState& state, Drive& drive, Ring& ring, const EngineOptions&
   RingLoop(state, drive, ring, *backend, options).run();
   std::lock_guard<std::mutex> lock(state.mutex);
   ring.has_room = false;
-  ring.backend = nullptr;  // from here on nobody wakes it, so it can go; but what it would wait for may never come
+  ring.backend = nullptr;  // it is not woken any more, so it can go; but the completions it waits for may never come
   if (ring.given_up) keep_for_good(std::shared_ptr<Backend>(std::move(backend)));
 }
 

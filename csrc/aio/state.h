@@ -59,11 +59,11 @@ struct EngineState {
   [[nodiscard]] Transfer::Held finish(const std::shared_ptr<Transfer>& transfer);
 
   // [Note: silence]
-  // A drive, or the network behind one, can stop answering without an error: a block never comes back, and whoever
-  // waits for it waits for ever. A thread of the engine looks at each ring four times per silence_seconds_max; a ring
-  // that has blocks in flight and has read no completion at four looks in a row is given up as one that broke: its
-  // transfers fail, and the memory and the files that the kernel may still use are kept for good. Looks are counted,
-  // not seconds, so that a process which was stopped and goes on gives up nothing.
+  // A drive, or the network behind it, can stop answering without an error, and a wait would never end. So a thread of
+  // the engine checks each ring four times per silence_seconds_max. A ring with blocks in flight and without
+  // completions at four checks in a row is treated as broken: its transfers fail, and the memory and files that the
+  // kernel may still use are kept for good. Checks are counted, not seconds, so that a stopped and continued process
+  // gives up nothing.
 
   // The body of that thread. Returns once the rings have been joined.
   void watch_rings(double silence_seconds_max);

@@ -7,7 +7,7 @@
 namespace infinity::aio {
 namespace {
 
-// How long one direction goes on while the other waits, when they alternate.
+// Bytes of one direction while the other waits, if they alternate.
 constexpr int64_t kInterleavedBytes = int64_t{1} << 20;
 
 Operation other(Operation direction) {

@@ -53,7 +53,7 @@ class Turns {
   TurnOptions options_;
   int64_t demand_in_flight_ = 0;                       // bytes
   std::array<int64_t, 2> background_in_flight_{0, 0};  // bytes, by operation
-  Operation direction_ = Operation::kRead;             // of the burst that is going on, or of the last block
+  Operation direction_ = Operation::kRead;             // of the current burst, or of the last block
   int64_t left_in_turn_ = 0;                           // bytes until the other direction's turn, if it waits
   double last_demand_ = -1e9;
 };

@@ -32,7 +32,7 @@ class Descriptor {
   int64_t alignment() const noexcept;            // of every transfer (bytes)
   int drive() const noexcept { return drive_; }  // which of the engine's drives it lies on
 
-  // What its pages must hold, or null where nobody keeps that: see [Note: integrity] in checksums.h.
+  // Checksums of its pages, or null: see [Note: integrity] in checksums.h.
   Checksums* checksums() const noexcept { return checksums_.get(); }
 
   // `body` runs once, on the thread that drops the last reference, just before the descriptor is closed. A backend that

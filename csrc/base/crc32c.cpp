@@ -79,8 +79,8 @@ uint64_t load(const std::byte* bytes) {
   return value;
 }
 
-// The instruction takes 8 bytes each cycle, but needs three for a result: four pages at a time keep it busy. Memory is
-// asked for the next four meanwhile, as the processor itself looks ahead no further than to the end of a page.
+// The instruction takes 8 bytes per cycle, with a latency of three: four pages at a time keep it busy. The next four
+// are prefetched, because the processor prefetches only up to the end of a page.
 INFINITY_CRC void pages_by_instruction(const std::byte* pages, size_t count, uint32_t* sums) {
   for (; count >= 4; count -= 4, pages += 4 * kPage, sums += 4) {
     State a = ~0U, b = ~0U, c = ~0U, d = ~0U;
@@ -148,7 +148,7 @@ INFINITY_AVX512 inline __m512i over(uint64_t first_half, uint64_t second_half) {
 }
 
 // A page in four registers of 64 bytes, which at the end become one, then 16 bytes, then the instruction's remainder.
-// Memory is asked for the page after the next meanwhile: as above, nobody else looks past the end of a page.
+// It prefetches the page after the next: as above, the processor does not look past the end of a page.
 INFINITY_AVX512 void pages_by_avx512(const std::byte* pages, size_t count, uint32_t* sums) {
   constexpr size_t kPagesAhead = 2;
   constexpr uint64_t kFirst4 = first_half_over(4 * 512), kSecond4 = second_half_over(4 * 512);

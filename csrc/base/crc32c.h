@@ -10,8 +10,7 @@ namespace infinity {
 // What a checksum is of, and what a direct transfer is aligned to wherever it runs.
 inline constexpr int64_t kPageBytes = 4096;
 
-// The sum of a page is its CRC-32C, 4 bytes; 0 stands for a page of which nobody knows what it holds, and so a CRC-32C
-// of 0 is kept as 1.
+// The sum of a page is its CRC-32C, 4 bytes. 0 marks an unknown page, so a CRC-32C of 0 is kept as 1.
 using PageSum = uint32_t;
 inline constexpr PageSum kUnknownPage = 0;
 

@@ -14,7 +14,7 @@ std::string format_bytes(int64_t bytes);
 // "EIO (Input/output error)" for a positive errno value.
 std::string format_errno(int error_number);
 
-// One failed operation, as plain data: a transfer keeps it until somebody waits, and the binding turns it into IoError.
+// One failed operation as plain data: a transfer keeps it for its waits, and the binding turns it into IoError.
 struct Failure {
   int error_number = 0;  // positive errno value; ENODATA where a file ends too early, EBADMSG where a checksum fails
   const char* operation = "";  // "read", "write", "open", "reserve", "sync", "setup"; always a string literal

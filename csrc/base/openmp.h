@@ -14,16 +14,15 @@ constexpr unsigned kWholeTeam = 0;
 // was forked after this was loaded, as its threads are gone.
 //
 // [Note: One team]
-// torch's threads spin for some milliseconds after each operation, to be there for the next. A thread pool of our own
-// has to share the cores with them, and a second thread gains nothing while they spin. The team that spins does the
-// work instead. Nothing is linked and nothing is loaded for it, so there is never a second runtime.
+// torch's threads spin for some milliseconds after each operation. Another thread pool would share the cores with them
+// and gain nothing, so the spinning team does the work instead. Nothing is linked or loaded: there is no second
+// runtime.
 //
-// A job takes all threads that it may, also where fewer would do: the runtime ends those that a smaller team leaves
+// A job takes all threads that it may, even if fewer would do: the runtime ends the threads that a smaller team leaves
 // out, and starts others for the next one.
 //
-// The team would spin, too, while the thread that computes waits for a drive. So it is taken along into the wait, where
-// it sleeps at a gate that this thread opens when the bytes are there. None of it waits for a lock that the others
-// want.
+// The team would also spin while the computing thread waits for a drive. So it joins the wait, and sleeps at a gate
+// that this thread opens when the bytes are there. No member waits for a lock that the others want.
 Parallel openmp_parallel();
 
 }  // namespace infinity

@@ -123,7 +123,7 @@ void take_short_turns() {
   SchedAttr wanted{};
   wanted.size = sizeof wanted;
   if (syscall(SYS_sched_getattr, 0, &wanted, sizeof wanted, 0) != 0) return;
-  if (wanted.policy != 0) return;  // SCHED_OTHER; whoever chose another had a reason
+  if (wanted.policy != 0) return;  // not SCHED_OTHER: chosen on purpose
   wanted.size = sizeof wanted;
   wanted.runtime = kTurnNanoseconds;
   wanted.deadline = wanted.period = 0;

@@ -14,18 +14,16 @@
 namespace infinity {
 
 // [Note: fork]
-// A child made by fork() (a DataLoader worker, say) has a copy of every object but only the forking thread, and no
-// slab: the slab is kept out of the child so that no page in flight is ever copied on write. Locks may have been copied
-// while somebody held them, condition variables while somebody waited on them, and another mapping may take the slab's
-// addresses. So nothing here may be locked, joined, unmapped or destroyed in the child: owners leave it behind, and the
-// calls that would need it say so. The leak ends with the child.
+// A child made by fork() (as a DataLoader's worker) has a copy of every object, but only the forking thread, and no
+// slab: no page in flight is ever copied on write. Its copies of locks may be held and of condition variables waited on
+// by missing threads, and another mapping may take the slab's addresses. So the child must not lock, join, unmap or
+// destroy anything here: owners leak it, and calls that need it throw. The leak ends with the child.
 //
 // [Note: descriptors and fork]
-// What the kernel ties to an open file lives as long as any descriptor of it: the space of a file without a name, an
-// flock, the files and the memory that are registered with a ring. A child that kept its copies would hold all of that
-// after its parent was killed. So a descriptor that is opened by open_kept_from_children() is given up in the child
-// before fork() returns there. At its number lies then one that can't be read, written or locked, so that the number is
-// not given to a file of the child, which the object left behind would take for its own.
+// The space of an unlinked file, an flock, and the files and memory registered with a ring last as long as any
+// descriptor of the file. A child with copies would keep all of that after its parent was killed. So before fork()
+// returns in the child, it gives up descriptors opened by open_kept_from_children(). Each number then belongs to an
+// unusable descriptor, so that no file of the child gets it, which the leaked object would take for its own.
 class ForkGuard {
  public:
   bool in_child() const noexcept { return getpid() != pid_; }
@@ -78,9 +76,8 @@ class OwnedByProcess {
 // most 15 characters) shows in top -H and in debuggers. Throws std::system_error if the system has no thread to give.
 std::thread start_io_thread(const std::string& name, std::function<void()> body);
 
-// For a thread that has little to do and that a drive waits for: from Linux 6.12 on, one that takes short turns gets
-// them sooner beside threads that compute, though no more time in all. Older kernels ignore what is asked for, and
-// where it is forbidden nothing is lost.
+// For a thread with little work for which a drive waits: from Linux 6.12 on, a thread with short turns runs sooner
+// among computing threads, for the same total time. Does nothing on older kernels, or if it is forbidden.
 void take_short_turns();
 
 // CLOCK_MONOTONIC in seconds: the clock of Python's time.monotonic().

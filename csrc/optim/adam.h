@@ -88,8 +88,8 @@ struct Means {
   std::string instructions;  // one of instruction_sets()
 };
 
-// Updates the elements of `pieces`, which ascend and do not overlap, in place, and returns the ties of the sub-group
-// anew. Throws std::invalid_argument for pieces that reach out of the sub-group or their shard. `pages`: where not
+// Updates the elements of `pieces`, which ascend and do not overlap, in place, and returns the sub-group's new
+// ties. Throws std::invalid_argument for pieces that reach out of the sub-group or their shard. `pages`: where not
 // null, those of the fields are verified and summed on the way; then `numel` fills whole pages, and so do the places of
 // the fields. Where one is wrong, the fields are torn and what is returned means nothing.
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
