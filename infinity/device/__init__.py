@@ -3,12 +3,11 @@
 from infinity.device.buffers import HostBuffer, HostBuffers
 from infinity.device.reused_memory import ReusedMemory
 from infinity.device.set_aside import SetAside
-from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy, cpu_multiplies_fast_in, why_slow
+from infinity.device.staging import CopyEvent, Device, InFlightCopy, cpu_multiplies_fast_in, why_slow
 from infinity.device.streams import StreamDevice, device_for
 
 __all__ = [
     "CopyEvent",
-    "CpuDevice",
     "Device",
     "HostBuffer",
     "HostBuffers",

@@ -22,14 +22,14 @@ import torch
 
 from infinity.aio import PinnedSlab
 from infinity.device.cuda import CudaRuntime
-from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
+from infinity.device.staging import CopyEvent, Device, InFlightCopy
 
 
 def device_for(torch_device: torch.device) -> Device:
-    return StreamDevice(CudaRuntime(torch_device)) if torch_device.type == "cuda" else CpuDevice()
+    return StreamDevice(CudaRuntime(torch_device)) if torch_device.type == "cuda" else Device()
 
 
-class StreamCopyEvent:
+class StreamCopyEvent(CopyEvent):
     """The copy event of an event in a stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -42,12 +42,12 @@ class StreamCopyEvent:
         self._event.synchronize()
 
 
-class _Copied:
+class _Copied(InFlightCopy):
     """A copy to the device, in flight or done: [Note: The order of copies]."""
 
     def __init__(self, runtime: CudaRuntime, taken: torch.Tensor, event: torch.cuda.Event) -> None:
-        self.copy_event: CopyEvent = StreamCopyEvent(event)
-        self._runtime, self._taken, self._event = runtime, taken, event
+        super().__init__(taken, StreamCopyEvent(event))
+        self._runtime, self._event = runtime, event
 
     def on_device(self) -> torch.Tensor:
         user = self._runtime.current_stream()
@@ -56,7 +56,7 @@ class _Copied:
         return self._taken
 
 
-class StreamDevice:
+class StreamDevice(Device):
     """Copies while the device computes; asynchronous if the host memory is pinned."""
 
     is_discrete = True
@@ -64,18 +64,20 @@ class StreamDevice:
     def __init__(self, runtime: CudaRuntime) -> None:
         self.torch_device = runtime.torch_device
         self._runtime = runtime
-        self.register = runtime.pin
         self._h2d = runtime.new_stream()
         self._d2h = runtime.new_stream()
-
-    def unregister(self, slab: PinnedSlab) -> None:
-        for stream in (self._h2d, self._d2h):  # an exception may have come between the start of a copy and its event
-            StreamCopyEvent(stream.record_event()).wait()
-        self._runtime.unpin(slab)
 
     @property
     def numa_node(self) -> int | None:
         return self._runtime.numa_node
+
+    def register(self, slab: PinnedSlab) -> str | None:
+        return self._runtime.pin(slab)
+
+    def unregister(self, slab: PinnedSlab) -> None:
+        for stream in (self._h2d, self._d2h):  # an exception may have come between the start of a copy and its event
+            stream.record_event().synchronize()
+        self._runtime.unpin(slab)
 
     def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         taken = self._runtime.empty(staged.numel(), staged.dtype, self._h2d)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.aio import DriveStats, IoSettings
-from infinity.device import CpuDevice, Device, device_for
+from infinity.device import Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers, reuse_buffers
 from infinity.fsdp2.materialize import frozen_in_files
@@ -131,7 +131,7 @@ class SwapManager:
         self._drives = Drives(paths, io, bandwidths=bandwidths, run=run, checksums=checksums)
         self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
-        self._device: Device = CpuDevice()
+        self._device = Device()
         self._tensors: TensorStore | None = None
         self._paging: Paging | None = None
         self._buffers: ReusedBuffers | None = None

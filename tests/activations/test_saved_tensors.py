@@ -21,7 +21,7 @@ import infinity
 from infinity.activations.saved_tensors import Activations
 from infinity.activations.stores import ArenaActivationStore, HostActivationStore
 from infinity.aio import PinnedPool, PoolPart
-from infinity.device import CpuDevice, HostBuffers, StreamDevice
+from infinity.device import Device, HostBuffers, StreamDevice
 from infinity.schedule.spilling import bytes_on_drive
 from infinity.swap import manager
 from infinity.swap.stager import Stager
@@ -136,7 +136,7 @@ class Bench:
 
 
 def in_host(bytes_max: int | None = None) -> HostActivationStore:
-    return HostActivationStore(CpuDevice(), HostBuffers(CpuDevice(), pin=False, bytes_max=bytes_max))
+    return HostActivationStore(Device(), HostBuffers(Device(), pin=False, bytes_max=bytes_max))
 
 
 @pytest.fixture(params=["host", "arena"])
@@ -148,7 +148,7 @@ def bench(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[Bench]:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(32768, "the test"))
         made = Bench(
-            ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena)
+            ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, Device()), part, machinery.arena)
         )
         yield made
         made.activations.close()
@@ -199,7 +199,7 @@ class LateLanding:
         self.waited = True
 
 
-class LateDevice(CpuDevice):
+class LateDevice(Device):
     """Its copies to host memory end late, as those of a GPU that the program runs ahead of."""
 
     def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> LateLanding:  # type: ignore[override]
@@ -208,7 +208,7 @@ class LateDevice(CpuDevice):
 
 
 @contextlib.contextmanager
-def arena_store(nvme_path: Path, device: CpuDevice, pages: int) -> Iterator[ArenaActivationStore]:
+def arena_store(nvme_path: Path, device: Device, pages: int) -> Iterator[ArenaActivationStore]:
     with infinity.SwapManager(str(nvme_path), pinned_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(pages * PAGE_BYTES, "the test"))
@@ -217,8 +217,8 @@ def arena_store(nvme_path: Path, device: CpuDevice, pages: int) -> Iterator[Aren
         store.close()
 
 
-@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
-def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme_path: Path) -> None:
+@pytest.mark.parametrize("device", [Device, LateDevice])
+def test_what_was_put_first_may_be_asked_for_first(device: type[Device], nvme_path: Path) -> None:
     """By all blocks, say, which saved the same table: while what came last still fills the buffer."""
     with arena_store(nvme_path, device(), pages=64) as store:
         items = [store.try_put(torch.full((16 * PAGE_BYTES // 4,), float(number))) for number in range(8)]
@@ -231,13 +231,13 @@ def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme
             store.drop(item)
 
 
-@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+@pytest.mark.parametrize("device", [Device, LateDevice])
 @hypothesis.settings(
     max_examples=hypothesis.settings.default.max_examples * 3 // 10,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(random=st.randoms(use_true_random=False))
-def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], nvme_path: Path, random: Random) -> None:
+def test_any_order_of_putting_and_taking_finds_room(device: type[Device], nvme_path: Path, random: Random) -> None:
     with arena_store(nvme_path, device(), pages=64) as store:
         kept: list[tuple[Any, int]] = []
         for number in range(40):
@@ -257,7 +257,7 @@ def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) 
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(32768, "the test"))
         bench = Bench(
-            ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena)
+            ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, Device()), part, machinery.arena)
         )
         grown = []
         for _ in range(4):
@@ -275,7 +275,7 @@ def test_shapes_that_vary_take_what_the_largest_step_takes(where: str, nvme_path
     """Steps of ever other sequence lengths: places of other sizes serve, so 40 of them need what the longest one needs."""
     random = Random(1)
     with contextlib.ExitStack() as closing:
-        store = in_host() if where == "host" else closing.enter_context(arena_store(nvme_path, CpuDevice(), pages=64))
+        store = in_host() if where == "host" else closing.enter_context(arena_store(nvme_path, Device(), pages=64))
         most = 0
         for step in range(40):
             length = 1.0 if step == 0 else random.uniform(0.3, 1)
@@ -300,7 +300,7 @@ def test_the_drive_moves_what_the_sum_says(pages: list[int], nvme_path: Path) ->
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(8 * 4096, "the test"))
         store = ArenaActivationStore(
-            Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena
+            Stager(machinery.engine, part, machinery.arena, Device()), part, machinery.arena
         )
         items = []
         for number, nbytes in enumerate(sizes):

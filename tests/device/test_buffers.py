@@ -8,12 +8,12 @@ import torch
 from hypothesis import strategies as st
 
 from infinity.aio import FreeRanges, PinnedSlab
-from infinity.device import CpuDevice, HostBuffer, HostBuffers
+from infinity.device import Device, HostBuffer, HostBuffers
 
 PAGE = 4096
 
 
-class CountingDevice(CpuDevice):
+class CountingDevice(Device):
     """Knows which slabs are registered with it."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def test_what_is_held_is_bounded_by_what_was_lent_at_once(
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(first=SIZES, then=st.lists(SIZES, max_size=4))
 def test_stacks_of_any_sizes_end_in_one_slab_of_the_most_that_was_lent(first: list[int], then: list[list[int]]) -> None:
-    buffers = HostBuffers(CpuDevice(), pin=False)
+    buffers = HostBuffers(Device(), pin=False)
 
     def step(sizes: list[int]) -> None:
         for buffer in [lend(buffers, pages) for pages in sizes]:
@@ -104,7 +104,7 @@ def test_the_same_sizes_in_every_step_make_nothing_after_the_first() -> None:
 
 
 def test_idle_slabs_make_way_while_others_are_lent_for_ever() -> None:
-    buffers = HostBuffers(CpuDevice(), pin=False)
+    buffers = HostBuffers(Device(), pin=False)
     kept = lend(buffers, 2)
     for pages in range(1, 40):
         buffer = lend(buffers, pages)
@@ -114,7 +114,7 @@ def test_idle_slabs_make_way_while_others_are_lent_for_ever() -> None:
 
 
 def test_an_interrupted_lend_keeps_no_other_from_its_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers = HostBuffers(CpuDevice(), pin=False)
+    buffers = HostBuffers(Device(), pin=False)
     with monkeypatch.context() as patch:
         patch.setattr(FreeRanges, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from infinity.device import CpuDevice
+from infinity.device import Device
 from infinity.schedule.scheme import Scheme
 from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, PartKey, Shard, plan_layout
 from infinity.swap.plan import plan_cache
@@ -173,7 +173,7 @@ class LateIncoming:
         return self.tensor
 
 
-class LateDevice(CpuDevice):
+class LateDevice(Device):
     def __init__(self) -> None:
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 

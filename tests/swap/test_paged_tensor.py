@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from infinity import InfinityError, PagingOptions, SwapManager
 from infinity.aio import IoEngine, PinnedPool
-from infinity.device import CpuDevice
+from infinity.device import Device
 from infinity.store.arena import Arena
 from infinity.store.layout import SPACE_ALIGN, Field, Shard, plan_layout
 from infinity.store.run_folder import RunFolder
@@ -97,7 +97,7 @@ def bench(nvme_path: Path) -> Iterator[Bench]:
     pool = PinnedPool(256 << 10)
     engine = IoEngine(pool, backend="threads")
     arena = Arena(folder, engine, name="rank0.arena")
-    stager = Stager(engine, pool, arena, CpuDevice())
+    stager = Stager(engine, pool, arena, Device())
     shapes = [(torch.Size(shape), torch.Size(padded)) for shape, padded in SHARDS.values()]
     specs = [
         Shard(name, 0, padded.numel(), True, name == "kept") for name, (_, padded) in zip(SHARDS, shapes, strict=True)
@@ -267,7 +267,7 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
         group_names=["root"],
         shapes=[(torch.Size([numel]), torch.Size([numel]))],
         compute_dtype=torch.bfloat16,
-        stager=Stager(engine, pool, arena, CpuDevice()),
+        stager=Stager(engine, pool, arena, Device()),
         arena=arena,
         stored="the test",
     )
@@ -522,7 +522,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from infinity.aio import IoEngine, PinnedPool
-from infinity.device import CpuDevice
+from infinity.device import Device
 from infinity.store.arena import Arena
 from infinity.store.layout import Field, Shard, plan_layout
 from infinity.store.run_folder import RunFolder
@@ -538,7 +538,7 @@ size = torch.Size([10])
 model = PagedModel(
     layout=plan_layout([Shard("a", 0, 10)], groups=1, sub_group_numel_max=1 << 20, compute_itemsize=2),
     group_names=["root"], shapes=[(size, size)], compute_dtype=torch.bfloat16,
-    stager=Stager(engine, pool, arena, CpuDevice()), arena=arena, stored="the test",
+    stager=Stager(engine, pool, arena, Device()), arena=arena, stored="the test",
 )
 class Nobody:
     entered = staticmethod(nullcontext)

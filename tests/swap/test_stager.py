@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
-from infinity.device import CpuDevice
+from infinity.device import Device
 from infinity.errors import BudgetError, IoError
 from infinity.schedule.readahead import in_turn
 from infinity.store.arena import Arena
@@ -145,7 +145,7 @@ class ScriptedArrival(Scripted):
             self.fired = True
 
 
-class ScriptedDevice(CpuDevice):
+class ScriptedDevice(Device):
     """A device that copies late. One queue of copies: a copy event covers all that were taken before it."""
 
     def __init__(self) -> None:
