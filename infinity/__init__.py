@@ -87,42 +87,23 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "infinity.errors": (
-        "BudgetError",
-        "CheckpointError",
-        "ConfigError",
-        "InfinityError",
-        "IntegrityError",
-        "IoError",
-        "StoreError",
-    ),
+    "infinity.errors": "BudgetError CheckpointError ConfigError InfinityError IntegrityError IoError StoreError",
     "infinity.deepspeed.memory_needs": (
-        "estimate_zero2_model_states_mem_needs_all_cold",
-        "estimate_zero2_model_states_mem_needs_all_live",
-        "estimate_zero3_model_states_mem_needs_all_cold",
-        "estimate_zero3_model_states_mem_needs_all_live",
+        "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live "
+        "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
     ),
-    "infinity.runtime": ("Engine", "add_config_arguments", "init_distributed", "init_empty", "initialize"),
-    "infinity.runtime.inference": ("InferenceEngine", "generate", "init_inference"),
-    "infinity.runtime.pipeline": ("PipelineModule",),
+    "infinity.runtime": "Engine add_config_arguments init_distributed init_empty initialize",
+    "infinity.runtime.inference": "InferenceEngine generate init_inference",
+    "infinity.runtime.pipeline": "PipelineModule",
     "infinity.checkpoint.consolidate": (
-        "convert_zero_checkpoint_to_fp32_state_dict",
-        "get_fp32_state_dict_from_zero_checkpoint",
+        "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint"
     ),
-    "infinity.drive.measure": ("DriveRates", "measure_drive"),
-    "infinity.swap": (
-        "PagedAdam",
-        "PagedAdamW",
-        "PagedMuon",
-        "PagedSGD",
-        "PagingOptions",
-        "SwapManager",
-        "TensorStore",
-    ),
+    "infinity.drive.measure": "DriveRates measure_drive",
+    "infinity.swap": "PagedAdam PagedAdamW PagedMuon PagedSGD PagingOptions SwapManager TensorStore",
 }
 _ALIASES = {"DeepSpeedConfigError": "ConfigError", "DeepSpeedEngine": "Engine"}
 _OF_ANOTHER_INFINITY = ("inf", "is_infinite")
-_HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
+_HOME = {name: home for home, names in _NAMES_OF.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

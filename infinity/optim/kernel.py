@@ -188,9 +188,7 @@ def split(
     Returns the ties that were rounded up: ascending indices (int32). `join` restores the master from the three, bit for
     bit except for the payload of a NaN. All are 1-D and contiguous, in host memory, of one length.
     """
-    _check(
-        (master, (torch.float32,), "the master", master.numel()), *_of_split(compute_param, remainder, master.numel())
-    )
+    _check_split(master, "the master", compute_param, remainder, master.numel())
     ties = _optim.split(
         master=master.data_ptr(),
         numel=master.numel(),
@@ -212,13 +210,13 @@ def join(
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
     """Return the master (fp32) from the results of `split`, in `out` if given."""
-    master = torch.empty(compute_param.numel(), dtype=torch.float32) if out is None else out
     numel = compute_param.numel()
-    _check((master, (torch.float32,), "out", numel), *_of_split(compute_param, remainder, numel))
+    master = torch.empty(numel, dtype=torch.float32) if out is None else out
+    _check_split(master, "out", compute_param, remainder, numel)
     _optim.join(
         copy=compute_param.data_ptr(),
         remainder=remainder.data_ptr(),
-        numel=compute_param.numel(),
+        numel=numel,
         ties=ties.numpy(),
         master=master.data_ptr(),
         threads=threads or torch.get_num_threads(),
@@ -319,34 +317,20 @@ def _same_steps(settings: AdamSettings, numel: int) -> bool:
     ours, theirs = [field.clone() for field in fields], [field.clone() for field in fields]
     for done in range(_CHECK_STEPS):
         grad = draw()
-        piece = GradPiece(0, grad.clone())
-        update(
-            settings,
-            step=done + 1,
-            grad_scale=1.0,
-            pieces=[piece],
-            master=ours[0],
-            exp_avg=ours[1],
-            exp_avg_sq=ours[2],
-        )
-        adam_(
-            settings,
-            masters=[theirs[0]],
-            grads=[grad],
-            exp_avgs=[theirs[1]],
-            exp_avg_sqs=[theirs[2]],
-            steps=[torch.tensor(float(done))],
-        )
+        pieces = [GradPiece(0, grad.clone())]
+        master, avg, avg_sq = ours
+        update(settings, step=done + 1, grad_scale=1.0, pieces=pieces, master=master, exp_avg=avg, exp_avg_sq=avg_sq)
+        masters, avgs, avg_sqs = ([field] for field in theirs)
+        steps = [torch.tensor(float(done))]
+        adam_(settings, masters=masters, grads=[grad], exp_avgs=avgs, exp_avg_sqs=avg_sqs, steps=steps)
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
 
 
-def _of_split(compute_param: torch.Tensor, remainder: torch.Tensor, numel: int) -> tuple[_Checked, ...]:
-    return (compute_param, (torch.bfloat16,), "the compute parameter", numel), (
-        remainder,
-        _BITS,
-        "the remainder",
-        numel,
-    )
+def _check_split(
+    master: torch.Tensor, named: str, compute_param: torch.Tensor, remainder: torch.Tensor, numel: int
+) -> None:
+    of_bf16 = (compute_param, (torch.bfloat16,), "the compute parameter", numel)
+    _check((master, (torch.float32,), named, numel), of_bf16, (remainder, _BITS, "the remainder", numel))
 
 
 def _check(*checked: _Checked) -> None:
