@@ -1,4 +1,4 @@
-"""A batch that is split into micro-batches, and what a model returns for all of them. Training thread only."""
+"""Splits a batch into micro-batches, and makes the model's output for all of them. Training thread only."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 
 
 def split_alike(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> list[MicroBatch]:
-    """As `split`, into as many parts on each rank. A collective."""
+    """As `split`, into the same number of parts on each rank. A collective."""
     with raise_on_all_ranks():
         rows = rows_of(MicroBatch(args, kwargs))
     return split(args, kwargs, min(from_all_ranks(min(parts, rows))))
 
 
 def split(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> list[MicroBatch]:
-    """A batch cut along dimension 0 into `parts`, as even as its rows allow, or as many as it has rows.
+    """Split a batch along dimension 0 into `parts` of about equal size, or fewer if it has fewer rows.
 
-    Tensors with one row, or none, go into every part. Raises ConfigError as `rows_of`.
+    Tensors with one row, or none, are in every part. Raises ConfigError as `rows_of`.
     """
     whole = MicroBatch(args, kwargs)
     count = rows_of(whole)
@@ -39,33 +39,31 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> list[Mic
 
 
 def rows_of(batch: MicroBatch) -> int:
-    """In dimension 0 of a batch: those of `input_ids`, else of its first tensor that has dimensions.
+    """Return the rows (dimension 0) of `input_ids`, or else of the first tensor that has dimensions.
 
-    Raises ConfigError if another tensor has neither as many, nor one, nor none; and for what holds values of the rows and
-    can't be split.
+    Raises ConfigError if another tensor has a different number other than one, and for containers that can't be split.
     """
     leaves = tree_leaves(batch[:2])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     first = batch.kwargs.get("input_ids", tensors[0] if tensors else None)
     rows = len(first) if isinstance(first, torch.Tensor) else 1
-    if rows > 1 and (others := {len(tensor) for tensor in tensors} - {1, rows}):
-        raise ConfigError(
-            f"infinity.micro_batches can't split a batch whose tensors have {', '.join(map(str, sorted({rows, *others})))} "
-            "rows: all must have as many, or one"
-        )
-    for leaf in leaves if rows > 1 else ():
+    if rows <= 1:
+        return rows
+    cannot = "infinity.micro_batches can't split a"
+    if others := {len(tensor) for tensor in tensors} - {1, rows}:
+        counts = ", ".join(map(str, sorted({rows, *others})))
+        raise ConfigError(f"{cannot} batch whose tensors have {counts} rows: all must have the same number, or one")
+    for leaf in leaves:
         if isinstance(leaf, (Mapping, np.ndarray)) or is_dataclass(leaf):
-            raise ConfigError(f"infinity.micro_batches can't split a {type(leaf).__name__}: pass tensors")
-    for values in (*batch.args, *batch.kwargs.values()) if rows > 1 else ():
+            raise ConfigError(f"{cannot} {type(leaf).__name__}: pass tensors")
+    for values in (*batch.args, *batch.kwargs.values()):
         if isinstance(values, (list, tuple)) and len(values) == rows and not isinstance(values[0], torch.Tensor):
-            raise ConfigError(
-                f"infinity.micro_batches can't split a {type(values).__name__} of {rows} values: pass a tensor"
-            )
+            raise ConfigError(f"{cannot} {type(values).__name__} of {rows} values: pass a tensor")
     return rows
 
 
 def with_loss(output: Any, loss: torch.Tensor) -> Any:
-    """What a model returns, with this loss and nothing else. Raises TypeError where that can't be made."""
+    """Return an output of the model's type with only this loss. Raises TypeError if that type needs more."""
     if isinstance(output, torch.Tensor):
         return loss
     make: Any = type(output)

@@ -1,8 +1,7 @@
-"""The factor on the loss that keeps fp16 gradients from vanishing, and how it adapts; and the factor on the gradients that
-undoes it, and clips. Training thread only.
+"""The loss scale of fp16, and the factor on the gradients that undoes it and clips. Training thread only.
 
-A pure state machine of numbers, with the rules of DeepSpeed's scaler, so that a run which moves here sees the same factor in
-every step. Every rank keeps one, and all agree, because all hear the same: whether the whole gradient is finite.
+The scale follows the rules of DeepSpeed's scaler, so a run that moves here keeps the same one in every step. It depends only on
+whether the whole gradient is finite, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,35 +26,34 @@ GROWTH = 2.0
 
 
 class LossScale:
-    """A factor that stays as it is: 1 where fp16 is off. may_overflow: whether fp16 is on."""
+    """A constant factor: 1 without fp16. may_overflow: True with fp16."""
 
     def __init__(self, scale: float, *, may_overflow: bool = True) -> None:
         self.scale = scale
         self.may_overflow = may_overflow
 
     def show_on(self, optimizer: torch.optim.Optimizer, *, overflow: bool = False) -> None:
-        """Set what trainers look for on an optimizer that scales its loss; nothing where fp16 is off."""
+        """Set the attributes that trainers read from an optimizer that scales its loss; nothing without fp16."""
         if self.may_overflow:
             for name, value in (("overflow", overflow), ("cur_scale", self.scale), ("loss_scale", self.scale)):
                 setattr(optimizer, name, value)
 
     def update(self, *, overflow: bool) -> str | None:
-        """After every step: whether its gradient held an inf or NaN. Returns what there is to tell."""
+        """Update after a step, whose gradient had an inf or NaN if `overflow`. Returns a warning, or None."""
         return "OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated." if overflow else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A fixed factor is the config's, whatever the checkpoint was trained with."""
+        """Keep the config's factor."""
 
 
 class DynamicLossScale(LossScale):
-    """Halved when gradients overflow, doubled after `loss_scale_window` steps in which none did.
+    """A factor that is halved when gradients overflow, and doubled after `loss_scale_window` steps without overflow.
 
-    The first `hysteresis` - 1 overflows only skip their step. What was used up of them comes back with the next doubling, or
-    after every step without overflow where `consecutive_hysteresis` is set.
+    The first `hysteresis` - 1 overflows only skip their step. Their count restarts with the next doubling, or after every step
+    without overflow if `consecutive_hysteresis` is set.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -66,7 +64,7 @@ class DynamicLossScale(LossScale):
         self._hysteresis = config.hysteresis
 
     def update(self, *, overflow: bool) -> str | None:
-        """As above. Raises InfinityError where the factor would fall below `min_loss_scale`."""
+        """As above. Raises InfinityError if the factor would fall below `min_loss_scale`."""
         message = None
         if overflow:
             message = self._shrink()
@@ -77,15 +75,11 @@ class DynamicLossScale(LossScale):
         return message
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "step": self._step,
-            "last_overflow": self._last_overflow,
-            "hysteresis": self._hysteresis,
-        }
+        counts = {"step": self._step, "last_overflow": self._last_overflow, "hysteresis": self._hysteresis}
+        return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the checkpoint was; one without an adaptive factor changes nothing."""
+        """Continue from a checkpoint; one with a constant factor changes nothing."""
         if "last_overflow" not in state:
             return
         self.scale, self._step = float(state["scale"]), int(state["step"])
@@ -115,7 +109,7 @@ class DynamicLossScale(LossScale):
 
 
 def make_loss_scale(config: Fp16Config) -> LossScale:
-    """What the config asks for: adaptive where `loss_scale` is 0."""
+    """Return the config's loss scale: adaptive if `loss_scale` is 0."""
     if not config.enabled:
         return LossScale(1.0, may_overflow=False)
     return LossScale(config.loss_scale) if config.loss_scale > 0 else DynamicLossScale(config)
@@ -127,13 +121,13 @@ def _shown(scale: float) -> str:
 
 
 Scalar = float | torch.Tensor
-"""A number, or a tensor (0-D, fp32) of the device whose value the host has not asked for yet."""
+"""A number, or a tensor (0-D, fp32) on the device whose value the host does not know yet."""
 
 
 def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-    """Norm (0-D) of the whole gradient over all ranks, as `backward` left it: still multiplied by the loss scale.
+    """Return the norm (0-D) of the whole gradient over all ranks, still multiplied by the loss scale.
 
-    taken: norms (0-D) of gradients that are not in `.grad` any more. Raises InfinityError where there is no gradient at all.
+    taken: norms (0-D) of gradients that have left `.grad`. Raises InfinityError if there is no gradient at all.
     """
     norms = []
     for parameter in parameters:
@@ -149,20 +143,24 @@ def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter,
 
 
 def factor_of(loss_scale: float) -> float:
-    """What undoes the loss scale, as a tensor of fp32 has it."""
+    """Return the factor that undoes the loss scale, rounded to fp32."""
     return float(torch.tensor(1.0 / loss_scale))
 
 
 def gradient_factor(
     scaled: torch.Tensor, *, loss_scale: float, clipping: float, may_overflow: bool, known_on_host: bool
 ) -> tuple[Scalar, Any]:
-    """(norm of the whole gradient with the loss scale undone, before clipping; factor) of gradients of this `scaled_norm`.
+    """Return the norm of the whole gradient without the loss scale, before clipping, and the factor on the gradients.
 
-    factor: what they are multiplied by, to undo the loss scale and to clip; a `Scalar`, and a number where it is to be known on
-    the host. None where they overflowed, and the step must be skipped.
-    clipping: largest norm of the whole gradient; 0 does not clip. may_overflow: gradients are of fp16. known_on_host: the
-    optimizer runs on the host. The host waits for the device once, and only where it has to know: whether gradients
-    overflowed, or by what an optimizer on the host clips.
+    The factor undoes the loss scale and clips; None if gradients overflowed, so that the step must be skipped.
+
+    Args:
+        scaled: see `scaled_norm`.
+        clipping: largest norm of the whole gradient; 0 does not clip.
+        may_overflow: True for fp16 gradients.
+        known_on_host: True if the optimizer runs on the host, so that the factor must be a number.
+
+    The host waits for the device once, and only for an overflow, or for the clipping factor of an optimizer on the host.
     """
     unscale = factor_of(loss_scale)
     norm = scaled * unscale

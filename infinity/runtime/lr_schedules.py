@@ -1,13 +1,15 @@
-"""The learning-rate schedules of the config, on torch's LambdaLR.
+"""The learning-rate schedules of the config: frozen values that map optimizer steps to rates, for torch's LambdaLR.
 
-Owns the formulas and nothing else: a schedule is a frozen value that maps optimizer steps to a learning rate, and
-torch's scheduler applies it, counts and saves. Runs on the training thread, once per optimizer step.
+[Note: which step has which learning rate]
+A scheduler is stepped after the optimizer: after n calls of `scheduler.step()` it holds the rate of optimizer step n, counted
+from 0. DeepSpeed's schedules number their own iterations: iteration i is in force in optimizer step i + 1, and step 0 runs at
+the lowest rate of the schedule. The formulas below use iterations, i = n - 1, so that a run which moves here from DeepSpeed has
+the same rate in every step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -26,74 +28,49 @@ from infinity.errors import ConfigError
 
 T = TypeVar("T", int, float)
 
-# [Note: which step has which learning rate]
-# A scheduler is stepped after the optimizer, so after n calls of `scheduler.step()` it holds the rate of optimizer step
-# n, counted from 0. DeepSpeed's schedules number their own iterations, and iteration i is in force in optimizer step
-# i + 1; step 0 runs at the lowest rate of the schedule. The formulas below are written in iterations, i = n - 1, so
-# that a run which moves here from DeepSpeed sees the same rate in every step.
-
 
 def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """The scheduler that `config` describes, for all parameter groups of `optimizer`; its first rate is set at once.
+    """Return the scheduler that `config` describes, for all parameter groups of `optimizer`; its first rate is set at once.
 
-    Call its `step()` after each optimizer step. `state_dict()` holds the count and the schedule's numbers, and
-    `load_state_dict()` puts both back: a resumed run goes on with the schedule it began with, as with torch's own.
+    Call its `step()` after each optimizer step. `state_dict()` holds the step count and the schedule's numbers, and a resumed
+    run continues with both, as with torch's own.
 
-    Raises ConfigError when a list of rates has another length than the optimizer has groups, and when a number that has
-    no default is missing.
+    Raises ConfigError if the length of a list of rates differs from the number of groups, and for a missing number that has no
+    default.
     """
-    if isinstance(config, WarmupCosineLRConfig):
-        ratio = WarmupCosineRatio(
-            warmup_num_steps=_at_least_two(config.warmup_num_steps),
-            warmup_type=config.warmup_type,
-            total_num_steps=_known(config.total_num_steps, "total_num_steps"),
-            warmup_min_ratio=config.warmup_min_ratio,
-            cos_min_ratio=config.cos_min_ratio,
-        )
-        return LambdaLR(optimizer, ratio)
+    groups = optimizer.param_groups
     if isinstance(config, OneCycleConfig):
         return OneCycle(optimizer, config)
-    groups = optimizer.param_groups
     if isinstance(config, LRRangeTestConfig):
         lowest = _per_group(config.lr_range_test_min_lr, len(groups), "lr_range_test_min_lr")
         size, growth = config.lr_range_test_step_size, config.lr_range_test_step_rate
         return AbsoluteLR(optimizer, [RangeRate(low, size, growth, config.lr_range_test_staircase) for low in lowest])
+    total = None
+    if isinstance(config, (WarmupCosineLRConfig, WarmupDecayLRConfig)):
+        total = _known(config.total_num_steps, "total_num_steps")
+    warmup = max(2, config.warmup_num_steps)  # ln(1) is 0 and can't divide
+    if isinstance(config, WarmupCosineLRConfig):
+        assert total is not None
+        ratios = config.warmup_min_ratio, config.cos_min_ratio
+        return LambdaLR(optimizer, WarmupCosineRatio(warmup, config.warmup_type, total, *ratios))
     highest = config.warmup_max_lr if config.warmup_max_lr is not None else tuple(group["lr"] for group in groups)
-    rates: list[Callable[[int], float]] = [
-        WarmupRate(
-            warmup_num_steps=_at_least_two(config.warmup_num_steps),
-            warmup_type=config.warmup_type,
-            low=low,
-            high=high,
-            total_num_steps=(
-                _known(config.total_num_steps, "total_num_steps") if isinstance(config, WarmupDecayLRConfig) else None
-            ),
-        )
-        for low, high in zip(
-            _per_group(config.warmup_min_lr, len(groups), "warmup_min_lr"),
-            _per_group(highest, len(groups), "warmup_max_lr"),
-            strict=True,
-        )
-    ]
-    return AbsoluteLR(optimizer, rates)
+    lows = _per_group(config.warmup_min_lr, len(groups), "warmup_min_lr")
+    highs = _per_group(highest, len(groups), "warmup_max_lr")
+    bounds = zip(lows, highs, strict=True)
+    return AbsoluteLR(optimizer, [WarmupRate(warmup, config.warmup_type, low, high, total) for low, high in bounds])
 
 
 class AbsoluteLR(LambdaLR):
-    """LambdaLR whose callables return learning rates themselves, not factors on the optimizer's own rate.
-
-    So the numbers of the config arrive unrounded, and a rate of 0 needs no special case. The callables are objects with plain
-    attributes, which LambdaLR can save.
-    """
+    """LambdaLR whose callables return learning rates, not factors on the optimizer's own: the config's numbers stay unrounded.
+    They are objects with plain attributes, which LambdaLR can save."""
 
     def get_lr(self) -> list[Any]:
         return [schedule(self.last_epoch) for schedule in self.lr_lambdas]
 
 
 def warmup_share(iteration: int, num_steps: int, warmup_type: WarmupType) -> float:
-    """The share of a warmup of `num_steps` w that is done at iteration i.
-
-    log: ln(i + 1) / ln(w), which rises fast and flattens. linear: i / w. From i = w on: 1.
-    """
+    """Return the share of a warmup of `num_steps` w that is done at iteration i: for "log" ln(i + 1) / ln(w), for "linear"
+    i / w, and 1 from i = w on."""
     if iteration >= num_steps:
         return 1.0
     if warmup_type == "log":
@@ -105,8 +82,8 @@ def warmup_share(iteration: int, num_steps: int, warmup_type: WarmupType) -> flo
 class WarmupRate:
     """WarmupLR and WarmupDecayLR: `low` + (`high` - `low`) · g(i), a learning rate.
 
-    With w = `warmup_num_steps`, g is the share of the warmup for i < w and 1 after it; or, where T = `total_num_steps`
-    is given, the share of the remaining iterations that are left, (T - i) / max(1, T - w), and never below 0.
+    With w = `warmup_num_steps`, g is the share of the warmup for i < w. After it g is 1; or, if T = `total_num_steps` is
+    given, the share of iterations that are left, (T - i) / max(1, T - w), at least 0.
     """
 
     warmup_num_steps: int
@@ -130,10 +107,9 @@ class WarmupRate:
 class WarmupCosineRatio:
     """WarmupCosineLR: a factor on the optimizer's learning rate.
 
-    With w = `warmup_num_steps`, it is `warmup_min_ratio` + (1 - `warmup_min_ratio`) · warmup(i) for i < w. Then, with
-    x = (i - w + 1) / (T - w) the share of the remaining iterations that are done, half a cosine:
-    `cos_min_ratio` + (1 - `cos_min_ratio`) · (1 + cos(π·x)) / 2.
-    After T = `total_num_steps` it stays at `cos_min_ratio`; DeepSpeed would let the cosine rise again.
+    With w = `warmup_num_steps`, it is `warmup_min_ratio` + (1 - `warmup_min_ratio`) · warmup(i) for i < w. Then it is half a
+    cosine, with x = (i - w + 1) / (T - w): `cos_min_ratio` + (1 - `cos_min_ratio`) · (1 + cos(π·x)) / 2.
+    After T = `total_num_steps` it stays at `cos_min_ratio`; in DeepSpeed the cosine rises again.
     """
 
     warmup_num_steps: int
@@ -188,7 +164,7 @@ class CycleRate:
         return self.low / (1.0 + self.decay_rate * self.decay_units(after))
 
     def height(self, steps: int) -> float:
-        """How far up the triangle is after `steps` of the cycle: 0 at both ends, 1 at the top."""
+        """Return the height of the triangle after `steps` of the cycle: 0 at both ends, 1 at the top."""
         if steps <= self.up_steps:
             return steps / self.up_steps
         return (self.up_steps + self.down_steps - steps) / self.down_steps
@@ -198,11 +174,11 @@ class CycleRate:
 
 
 class OneCycle(AbsoluteLR):
-    """The 1cycle policy (Smith, arXiv:1803.09820): the learning rate goes up and down once, the first beta down and up.
+    """The 1cycle policy (Smith, arXiv:1803.09820): the learning rate rises and falls once, the first beta falls and rises.
 
     After n steps of the cycle the first beta is `high` - (`high` - `low`) · height(n); d units after the cycle it is
-    `high` · (1 + `decay_mom_rate` · d), and below 1. Two habits of DeepSpeed are kept, so that a run goes on unchanged:
-    the second beta is 0.99 while momentum is cycled, and the first step runs at `cycle_min_mom`.
+    `high` · (1 + `decay_mom_rate` · d), below 1. As in DeepSpeed, the second beta is 0.99 while momentum is cycled, and the
+    first step runs at `cycle_min_mom`.
     """
 
     second_beta = 0.99
@@ -230,22 +206,18 @@ class OneCycle(AbsoluteLR):
                 group["betas"] = (self._first_beta(self.last_epoch), self.second_beta)
 
     def get_mom(self) -> list[Any] | None:
-        """What the cycle has for the betas of each parameter group, None where momentum is not cycled."""
+        """Return the betas of each parameter group; None if momentum is not cycled."""
         beta = self._first_beta(self.last_epoch) if self.last_epoch else self.max_mom
         return [(beta, self.second_beta) for _ in self.optimizer.param_groups] if self.cycle_momentum else None
 
     def _first_beta(self, steps: int) -> float:
-        cycle = cast(CycleRate, self.lr_lambdas[0])  # kept there only, so that the saved state is numbers
+        cycle = cast(CycleRate, self.lr_lambdas[0])  # its only place, so that the saved state is numbers
         if steps == 0:
             return self.min_mom
         after = steps - cycle.up_steps - cycle.down_steps
         if after <= 0:
             return self.max_mom - (self.max_mom - self.min_mom) * cycle.height(steps)
         return min(self.beta_max, self.max_mom * (1.0 + self.decay_mom_rate * cycle.decay_units(after)))
-
-
-def _at_least_two(num_steps: int) -> int:
-    return max(2, num_steps)  # ln(1) is 0 and can't divide
 
 
 def _known(value: T | None, name: str) -> T:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,25 +27,17 @@ from infinity.runtime.observe import EngineStats
 log = logging.getLogger("infinity")
 
 Event = tuple[str, float, int]
-"""Its name, the value, and the samples of all ranks so far."""
+"""Name, value, and the samples of all ranks so far."""
 
 _TAIL_BYTES = 4096
-
-
-class Monitor(Protocol):
-    """Writes events somewhere. Both methods may raise whatever a drive, a network or a library does."""
-
-    def write(self, events: Sequence[Event]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Monitors:
     """All monitors of one engine, by config key. One that fails is stopped, and the log says so, once."""
 
-    def __init__(self, *, enabled: bool = False, monitors: Mapping[str, Monitor] | None = None) -> None:
+    def __init__(self, *, enabled: bool = False, monitors: Mapping[str, Any] | None = None) -> None:
         self.enabled = enabled
-        """Whether the config enables any; the same on every rank."""
+        """True if the config enables any; the same on every rank."""
         self._open = dict(monitors or {})
         self._stopped: set[str] = set()
 
@@ -64,10 +56,10 @@ class Monitors:
                 continue
             try:
                 monitor.write(events)
-            except Exception as error:  # of a drive, a network or somebody's library
+            except Exception as error:
                 self._stopped.add(key)
                 log.warning(
-                    "%s failed and writes nothing more, while the training goes on: %s; to have it in the next run, %s",
+                    "%s failed and writes nothing more, while the training continues: %s; to have it in the next run, %s",
                     key,
                     in_words(error),
                     _KINDS[key].advice,
@@ -91,7 +83,7 @@ def check_monitors(config: Config) -> None:
         try:
             if library is not None:
                 library.load()
-        except Exception as error:  # an ImportError, or whatever a library does that doesn't fit others
+        except Exception as error:  # not only ImportError
             problems.append(
                 f"{key}.enabled: got true, which needs the package {library.package}, and {library.module} can't be imported "
                 f"({in_words(error)}): pip install {library.package}, or set {key}.enabled to false"
@@ -102,7 +94,7 @@ def check_monitors(config: Config) -> None:
 
 def make_monitors(config: Config) -> Monitors:
     """Begin what the config enables on rank 0. Raises ConfigError if one can't begin; the others are closed then."""
-    keys, monitors = _enabled(config), dict[str, Monitor]()
+    keys, monitors = _enabled(config), dict[str, Any]()
     with ExitStack() as undo:
         undo.callback(lambda: Monitors(monitors=monitors).close())
         for key in keys if dist.get_rank() == 0 else ():
@@ -110,7 +102,7 @@ def make_monitors(config: Config) -> Monitors:
                 monitors[key] = _KINDS[key](getattr(config, key))
             except Exception as error:
                 advice = f"{_KINDS[key].advice}, or set {key}.enabled to false"
-                raise ConfigError(f"{key} can't begin: {in_words(error)}; {advice}") from error
+                raise ConfigError(f"{key} can't start: {in_words(error)}; {advice}") from error
         undo.pop_all()
     return Monitors(enabled=bool(keys), monitors=monitors)
 
@@ -185,7 +177,7 @@ def _end_of_whole_rows(file: io.FileIO) -> int:
 
 
 def _append(file: io.FileIO, *row: object) -> None:
-    """Write a row at the end, whole or not at all."""
+    """Append a row, completely or not at all."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(row)
     line, size = text.getvalue().encode(), file.seek(0, os.SEEK_END)
@@ -211,7 +203,7 @@ class TensorboardMonitor:
 
 
 class WandbMonitor:
-    """A run of wandb. One that the script began before is used, and left to it."""
+    """Logs to a run of wandb, which may be the script's; then it is not finished here."""
 
     library = _Library("wandb", "init", "wandb")
     advice = "look at the network and `wandb login`, or set WANDB_MODE=offline in the environment"
@@ -235,7 +227,7 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """An experiment of Comet, to which an event goes every `samples_log_interval` samples."""
+    """Logs an event to a Comet experiment every `samples_log_interval` samples."""
 
     library = _Library("comet_ml", "start", "comet_ml")
     advice = "look at the network and comet.api_key, or set comet.online to false"
@@ -278,5 +270,4 @@ def _enabled(config: Config) -> list[str]:
 
 
 def _folder_of(settings: FileMonitorConfig) -> Path:
-    """Fixed at the start: the script may change its folder later."""
-    return Path(settings.output_path, settings.job_name).absolute()
+    return Path(settings.output_path, settings.job_name).absolute()  # the script may change its folder

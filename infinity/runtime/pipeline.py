@@ -1,7 +1,7 @@
-"""DeepSpeed's PipelineModule, as a plain sequential model: what `Engine.train_batch` was made for there.
+"""DeepSpeed's PipelineModule as a plain sequential model, for `Engine.train_batch`.
 
-Its layers are groups like those of any model, sharded over all ranks. The vertical schedule (`infinity.schedule`) takes the
-place of stages: all micro-batches of a step pass through a layer before the next.
+Its layers are groups like those of any model, sharded over all ranks. The vertical schedule (`infinity.schedule`) replaces
+stages: all micro-batches of a step pass through a layer before the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("infinity")
 
 
 class LayerSpec:
-    """A layer that is built with the model: `typename(*args, **kwargs)`."""
+    """A layer to be built: `typename(*args, **kwargs)`."""
 
     def __init__(self, typename: type[nn.Module], *args: Any, **kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -32,11 +32,8 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares all of its parameters with the others of the same `key`: the first is built, the others are it.
-
-    forward_fn: called with that layer and the input, where its own forward is not what is wanted. tied_weight_attr is accepted:
-    they share everything.
-    """
+    """A layer that is the same module as the others of its `key`. forward_fn: called with the module and the input instead of
+    the module's forward. tied_weight_attr is accepted: all parameters are shared."""
 
     def __init__(
         self,
@@ -52,16 +49,16 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """Layers that are called one after the other, each with what the one before returned.
+    """Calls layers one after the other, each with the output of the previous one.
 
     Args:
-        layers: of LayerSpec, modules and functions.
+        layers: LayerSpecs, modules and functions.
         loss_fn: of (outputs, labels), for `Engine.train_batch` and `Engine.eval_batch`.
-        activation_checkpoint_interval: where it is not 0, what each layer with parameters saves is computed again in the
-            backward. Each by itself, whatever the interval is, since a layer is a group.
-        seed_layers, base_seed, seed_fn: seed the generators before each layer is built, with base_seed and its place.
+        activation_checkpoint_interval: if not 0, the backward recomputes the activations of each layer with parameters; each
+            one separately, for any interval, because a layer is a group.
+        seed_layers, base_seed, seed_fn: seed the generators before each layer is built, with base_seed plus its index.
         num_stages, topology, partition_method, activation_checkpoint_func, checkpointable_layers, dynamic_shape: accepted.
-            Every rank runs all layers, so all ranks share the batch: `train_batch_size` counts each of them.
+            Every rank runs all layers, so `train_batch_size` counts all ranks.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.layers = nn.ModuleList()
         self.tied_modules = nn.ModuleDict()
-        """By key. Part of the root group, as a forward_fn may use their parameters without calling them."""
+        """By key. In the root group, because a forward_fn may use their parameters without calling them."""
         self._calls: list[Callable[[Any], Any]] = []
         for place, layer in enumerate(layers):
             if seed_layers:
@@ -104,7 +101,7 @@ class PipelineModule(nn.Module):
         return value
 
     def _added(self, layer: Any, place: int) -> Callable[[Any], Any]:
-        """What is called in that place."""
+        """Add a layer, and return the function to call for it."""
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()

@@ -1,7 +1,4 @@
-"""The consequences of a training config, decided once; construction and training ask this.
-
-`resolve` is pure, and may fail.
-"""
+"""Decides all consequences of a training config, once and purely."""
 
 from __future__ import annotations
 
@@ -29,46 +26,36 @@ log = logging.getLogger("infinity")
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a config means for one model on these ranks. A field has the name of its config key wherever there is one."""
+    """The meaning of a config for one model on these ranks. Fields have the names of their config keys."""
 
     config: Config
-    """Without "auto" values: what needs no decision is asked of it."""
-
-    # What is computed.
-
+    """The config without "auto" values."""
     compute_dtype: torch.dtype
-    """In which parameters are gathered and compute."""
+    """dtype of gathered parameters and of compute."""
     mixed_precision: MixedPrecisionPolicy
     trains: bool
-    """Whether somebody named an optimizer; without, the model is only run."""
-
-    # How the model is sharded.
-
+    """True if there is an optimizer; else the model is only run."""
     shard_ranks: int
-    """Over how many ranks each copy of the model is sharded: a divisor of all."""
+    """Number of ranks over which each copy of the model is sharded: a divisor of all."""
     reshard_after_forward: bool | int
-    """As for `fully_shard`; a number is of ranks that hold a second sharding from forward to backward."""
+    """As for `fully_shard`; a number of ranks keeps a second sharding from forward to backward."""
     schedule: Schedule
-    """In which order micro-batches pass through groups in `train_batch`."""
+    """Order in which micro-batches pass through groups in `train_batch`."""
     wrap: tuple[str, ...] | None
     """Classes whose modules are groups; None finds the repeated blocks."""
     live: LiveOptions
-    """What may be gathered at a time."""
-
-    # Where it rests.
-
+    """Bounds of what is gathered at a time."""
     paging: PagingOptions | None
-    """How infinity pages what is in host memory or on NVMe; None if nothing is."""
+    """Options for paging to host memory or NVMe; None if nothing is offloaded."""
     run_name: str | None
-    """Of a durable run, whose steps are committed; None where nothing of a run stays."""
+    """Name of a durable run, whose steps are committed; None if the run is not durable."""
     activations: ActivationOptions
-
     notes: tuple[str, ...]
-    """What the config asks for that comes out otherwise than its words, a line each."""
+    """Settings that are applied differently from the config, one line each."""
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether groups are updated in the backward, to stay or for the step to accept."""
+        """True if groups are updated in the backward, finally or speculatively."""
         return self.paging is not None and self.paging.update == "backward"
 
 
@@ -82,16 +69,16 @@ def resolve(
     trains: bool = True,
     device_type: str,
 ) -> Resolved:
-    """Decide everything that follows from a config whose "auto" values are filled.
+    """Decide everything that follows from a config without "auto" values.
 
     Args:
-        ranks: of the whole training.
+        ranks: number of ranks of the training.
         numel: elements of the model.
-        moments: what its optimizer keeps of each element, by name. matrices: the parameters, by name, that Muon updates.
-        trains: whether the config or the caller names an optimizer.
-        device_type: of the device that computes, "cpu" or "cuda".
+        moments: names of the optimizer's state per element. matrices: names of the parameters that Muon updates.
+        trains: True if the config or the caller names an optimizer.
+        device_type: type of the compute device, "cpu" or "cuda".
 
-    Raises ConfigError where the config asks for what can't be had together.
+    Raises ConfigError for settings that exclude each other.
     """
     zero, infinity = config.zero_optimization, config.infinity
     shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
@@ -130,12 +117,12 @@ def resolve(
 
 
 def compute_device() -> torch.device:
-    """Where models compute."""
+    """Return the device on which models compute."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def report_config(config: Config) -> None:
-    """Log the keys of a config that have no effect here, and all of it where it says so."""
+    """Log the keys of a config that have no effect, and with `dump_state` all of it."""
     if config.ignored:
         log.info("config keys without meaning here: %s", ", ".join(config.ignored))
     if "reduce_bucket_size" in config.zero_optimization.model_fields_set:  # docs/config.md says why
@@ -151,16 +138,16 @@ def report_config(config: Config) -> None:
 
 def _check_one_arena(zero: ZeroConfig) -> None:
     parameters, state = zero.offload_param, zero.offload_optimizer
+
+    def absolute(paths: str | tuple[str, ...] | None) -> list[Path]:
+        return [Path(path).absolute() for path in ([paths] if isinstance(paths, str) else paths or ())]
+
     both = parameters.device == state.device == "nvme"
-    if both and _absolute(parameters.nvme_path) != _absolute(state.nvme_path):
+    if both and absolute(parameters.nvme_path) != absolute(state.nvme_path):
         raise ConfigError(
             f"offload_param.nvme_path ({parameters.nvme_path}) and offload_optimizer.nvme_path ({state.nvme_path}) differ: "
             "infinity keeps both in one arena, so that one write stores them; name one path"
         )
-
-
-def _absolute(paths: str | tuple[str, ...] | None) -> list[Path]:
-    return [Path(path).absolute() for path in ([paths] if isinstance(paths, str) else paths or ())]
 
 
 def _compute_dtype(config: Config) -> torch.dtype:
@@ -180,8 +167,9 @@ def _paging_options(
     zero, infinity = config.zero_optimization, config.infinity
     activations = infinity.offload_activations
     prefetch = zero.stage3_prefetch_bucket_size
+    element_bytes = state_bytes(len(moments), MOMENT_BYTES_OF[infinity.moments_dtype])
     gradient_bytes_max = None
-    if infinity.gradient_bytes_max != "auto" and config.uses_nvme:  # host memory has them all otherwise
+    if infinity.gradient_bytes_max != "auto" and config.uses_nvme:  # without NVMe, host memory has them all
         gradient_bytes_max = infinity.gradient_bytes_max
     update, speculative = choose_update(
         infinity.update,
@@ -196,7 +184,7 @@ def _paging_options(
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         max_in_cpu=zero.offload_param.max_in_cpu,
-        host_cache_bytes=_cache_bytes(config, _state_bytes(config, moments) * numel / shard_ranks),
+        host_cache_bytes=_cache_bytes(config, element_bytes * numel / shard_ranks),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=update,
         speculative=speculative,
@@ -214,19 +202,15 @@ def _paging_options(
     )
 
 
-def _state_bytes(config: Config, moments: tuple[str, ...]) -> float:
-    return state_bytes(len(moments), MOMENT_BYTES_OF[config.infinity.moments_dtype])
-
-
 def _cache_bytes(config: Config, whole_state_bytes: float) -> int:
-    """What stays in host memory from step to step: as asked for in bytes, or as a share of the optimizer's state."""
+    """Return the bytes cached in host memory from step to step: a number, or a share of the optimizer's state."""
     offload = config.zero_optimization.offload_optimizer
     share = 1.0 - offload.ratio if offload.device == "nvme" else 0.0
     return max(config.infinity.host_cache_bytes, int(share * whole_state_bytes))
 
 
 def _gradient_dtype(config: Config, ranks: int) -> torch.dtype:
-    """How gradients wait for their update: in 16 bits where these hold all of them, unless they are to be seen."""
+    """Return the dtype of gradients that wait for their update: 16 bits if that is exact, unless `keep_grad` shows them."""
     dtype, reduced_in_16_bits = _compute_dtype(config), config.infinity.reduce_dtype == "bf16"
     itemsize = gradient_itemsize(
         ranks=ranks,

@@ -390,7 +390,7 @@ def test_a_monitor_that_fails_is_stopped_with_a_word_and_the_others_go_on(
         assert [one_step(engine, step) for step in range(3)] == expected
         assert engine.monitor.is_writing
     (line,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith("csv_monitor failed and writes nothing more, while the training goes on: ")
+    assert line.startswith("csv_monitor failed and writes nothing more, while the training continues: ")
     assert "No space left on device" in line and "csv_monitor.output_path" in line
     assert len(rows(tmp_path, "train_loss")) == 1
     assert [args[2] for args, _ in summary_writer.named("add_scalar") if "train_loss" in args[0]] == [2, 4, 6]
@@ -447,7 +447,7 @@ def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_left(
     (tmp_path / "file").touch()
     csv_monitor = {"enabled": True, "output_path": str(tmp_path / "file")}
     with pytest.raises(
-        infinity.ConfigError, match=r"csv_monitor can't begin: .*Not a directory.*csv_monitor.output_path"
+        infinity.ConfigError, match=r"csv_monitor can't start: .*Not a directory.*csv_monitor.output_path"
     ):
         make(tmp_path, nvme_path, csv_monitor=csv_monitor, tensorboard={"enabled": True})
     assert not [*nvme_path.iterdir()]
