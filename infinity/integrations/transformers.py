@@ -188,7 +188,7 @@ class InfinityTrainer(Trainer):
         else:
             engine.save_16bit_model(folder)
         if self.args.should_save:
-            self._save_descriptions(folder, engine._resolved.compute_dtype)
+            self._save_descriptions(folder, engine._parts.resolved.compute_dtype)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

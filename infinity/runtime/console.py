@@ -1,4 +1,4 @@
-"""Where the words of the logger named infinity go as long as the script has not set up logging itself."""
+"""Shows the log of the logger named infinity until the script sets up logging itself."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ log = logging.getLogger("infinity")
 
 
 class _UntilConfigured(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr while the root logger has no handler; one that is set up later says everything by itself."""
+    """Writes to stderr while the root logger has no handler; a later one writes everything itself."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not logging.getLogger().handlers and bool(super().filter(record))
 
 
-def show_words() -> None:
-    """Progress and notes of rank 0, and warnings of all, on stderr: scripts for DeepSpeed expect to see such lines.
-
-    Nothing changes where the logger has a level or handlers of its own, or the root logger has some.
-    """
+def show_log() -> None:
+    """Show progress and notes of rank 0, and warnings of all ranks, on stderr, as scripts for DeepSpeed expect. Does nothing
+    if the logger has a level, or if it or the root logger has handlers."""
     if log.level != logging.NOTSET or log.hasHandlers():
         return
     handler = _UntilConfigured()

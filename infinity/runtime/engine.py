@@ -16,26 +16,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from infinity.activations.saved_tensors import Activations
 from infinity.checkpoint.commits import Part
 from infinity.device import SetAside
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
-from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
-from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.running_statistics import mixtures_explained
 from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reshard, sharded_of
-from infinity.fsdp2.vertical import MicroBatch, Vertical
+from infinity.fsdp2.vertical import MicroBatch
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.ranks.peers import Peers
 from infinity.runtime.batch_parts import rows_of, split_alike, with_loss
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
 from infinity.runtime.flops import FlopsProfile
 from infinity.runtime.hyperparameters import Hyperparameters
-from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import Scalar, factor_of, gradient_factor, make_loss_scale, scaled_norm
 from infinity.runtime.micro_batches import (
     LossFn,
@@ -48,9 +43,8 @@ from infinity.runtime.micro_batches import (
 )
 from infinity.runtime.monitors import Monitors
 from infinity.runtime.observe import EngineStats, StepMeter, StepProgress, WallClock
+from infinity.runtime.parts import Parts
 from infinity.runtime.pass_guard import Pass, PassGuard
-from infinity.runtime.resolved import Resolved
-from infinity.swap import SwapManager
 from infinity.swap.health import Health
 from infinity.swap.timeline import measured
 
@@ -60,85 +54,57 @@ log = logging.getLogger("infinity")
 class Engine(DeepSpeedSurface):
     """Trains one model. Made by `infinity.initialize`.
 
-    `engine(batch)` runs the model, `engine.backward(loss)` its backward pass, `engine.step()` the optimizer after every
-    `gradient_accumulation_steps` of them. `module` is the sharded model, `optimizer` and `lr_scheduler` are what they say.
+    `engine(batch)` runs the model, `engine.backward(loss)` its backward pass, and `engine.step()` the optimizer after every
+    `gradient_accumulation_steps` of them. `module` is the sharded model.
     """
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        training_dataloader: Any,
-        resolved: Resolved,
-        swap: SwapManager | None,
-        storage: Storage,
-        updater: Updater,
-        commits: AnyCommits,
-        live: LiveParameters | None,
-        activations: Activations | None,
-        routes: Routes | None,
-        vertical: Vertical,
-        peers: Peers,
-        on_close: Callable[[], None],
-    ) -> None:
-        self.module = module
-        self.optimizer = optimizer
+    def __init__(self, parts: Parts, training_dataloader: Any, on_close: Callable[[], None]) -> None:
+        self.module = module = parts.module
+        self.optimizer = parts.optimizer
         self.training_dataloader = training_dataloader
-        self.config = config = resolved.config
-        self._resolved = resolved
-        self.swap = swap
+        self.config = config = parts.resolved.config
+        self.swap = parts.swap
         """The swap manager that holds the model; None if nothing is offloaded."""
-        self._notes_at_start = swap.notes if swap is not None else []
-        self._storage, self._updater, self._commits = storage, updater, commits
-        """A swap manager, a paged optimizer and the commits of a run; or `InMemory` and `NoCommits`, which do without."""
-        self._paging = paging = storage.paging
-        self.health = paging.paged.health
-        """Whether the values are those of one step, and may be used."""
-        self.activations = activations
-        """What keeps saved activations elsewhere until their backward; None where they stay."""
-        self.live = live
-        """What stays gathered between uses, and what is gathered ahead; None below stage 3."""
-        self._routes, self._vertical = routes, vertical
-        self._micro_batches = MicroBatches(module, resolved, vertical, looks_at_memory=activations is None)
-        self.peers = peers
-        """The other ranks, and whether they still work together."""
+        self.health = parts.health
+        """Tells if the values are those of one step, and may be used."""
+        self.activations = parts.activations
+        """Offloads saved activations until their backward; None if they stay."""
+        self.live = parts.live
+        """Parameters that stay gathered between uses, or are gathered ahead; None below stage 3."""
+        self.peers = parts.peers
+        """The other ranks."""
         self.client_state: dict[str, Any] = {}
-        """Plain values and tensors of your own, such as the position in the data, that go into the commit of each step (with
-        `infinity.durability`) as they are when `step` returns; after a resume, what they were."""
+        """Your own plain values and tensors, such as the position in the data. With `infinity.durability`, the commit of each
+        step has them as they are when `step` returns, and a resume restores them."""
         self.numel = sum(p.numel() for p in module.parameters())
         """Parameters of the whole model."""
         self.shard_numel = sum(local_of(p.data).numel() for p in module.parameters())
-        """Those of this rank's shards."""
+        """Parameters in this rank's shards."""
         self.step_stats: EngineStats | None = None
-        """What the last optimizer step took; None before the first."""
+        """Measurements of the last optimizer step; None before the first."""
         self.monitor = Monitors()
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
         self.flops_profile: FlopsProfile | None = None
         if config.flops_profiler.enabled and dist.get_rank() == 0:
             self.flops_profile = FlopsProfile(module, config.flops_profiler, config.batch, self.shard_numel)
+        self._parts, self._storage, self._updater, self._vertical = parts, parts.storage, parts.updater, parts.vertical
+        self._notes_at_start = parts.swap.notes if parts.swap is not None else []
+        self._micro_batches = MicroBatches(parts)
         self._progress = StepProgress(config.batch.accumulation, keeps_losses=config.steps_per_print > 0)
         self._loss_scale = make_loss_scale(config.fp16)
-        self._loss_scale.show_on(optimizer)
+        self._loss_scale.show_on(self.optimizer)
         self._grad_norm: Scalar | None = None
         self._buffers_aside = SetAside(())
         self._applied = False
         self._on_close = on_close
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
-        self._guard = PassGuard(
-            module, optimizer, self.health, paging, updater, commits, activations, routes, self._progress
-        )
+        self._guard = PassGuard(parts, self._progress)
         before_reductions(module, self._guard.check_backward)
-        hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
-        self._state = EngineState(
-            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, paging, updater, self._progress
-        )
-        self._checkpoints = Checkpoints(
-            module, optimizer, swap, updater, commits, self._state, self._guard, peers, resolved
-        )
-        self._meter = StepMeter(storage.stats)
+        hyperparameters = Hyperparameters(self.optimizer, parts.lr_scheduler, config.infinity.resume_hyperparameters)
+        self._state = EngineState(parts, self._loss_scale, hyperparameters, self._progress)
+        self._checkpoints = Checkpoints(parts, self._state, self._guard)
+        self._meter = StepMeter(self._storage.stats)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
         _engines.add(self)
 
@@ -148,10 +114,10 @@ class Engine(DeepSpeedSurface):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. With gradients, what it saves for the backward goes where the config keeps activations.
+        """Run the model. With gradients, saved activations are offloaded as the config says.
 
         With `infinity.micro_batches`, a forward with gradients splits its batch along dimension 0, and runs the parts in the
-        vertical schedule. It returns what the model returns for one, with the loss of the whole and nothing else in it.
+        vertical schedule. It returns an output of the model's type that has the loss of the whole batch, and nothing else.
         """
         if self.splits:
             with self._in_pass("a forward"):
@@ -163,16 +129,16 @@ class Engine(DeepSpeedSurface):
 
     @property
     def splits(self) -> bool:
-        """Whether a forward that begins now splits its batch."""
+        """True if a forward would split its batch now."""
         return torch.is_grad_enabled() and self.config.infinity.micro_batches > 1
 
     def loss_in_parts(
         self, compute: Callable[..., torch.Tensor], inputs: Mapping[str, Any], *, summed: bool
     ) -> torch.Tensor:
-        """For trainers, with `infinity.micro_batches`: the loss (a scalar) of a batch, which is split as by `forward`.
+        """For trainers, with `infinity.micro_batches`: return the loss (a scalar) of a batch that is split as by `forward`.
 
-        `compute(forward, **inputs)` is called for each part, calls `forward` once, and returns the part's loss. `summed`:
-        whether these losses are summed, as each is a share of the whole; else they are averaged over the rows.
+        `compute(forward, **inputs)` is called for each part, calls `forward` once, and returns the part's loss. `summed`: True
+        if each is a share of the whole loss; else the losses are averaged over the rows.
         """
         with self._in_pass("a forward"):
             calls = split_alike((), dict(inputs), self.config.infinity.micro_batches)
@@ -188,13 +154,13 @@ class Engine(DeepSpeedSurface):
             if part == len(calls) - 1:
                 outputs.append(output)
             elif part == 0:
-                with_loss(output, loss.detach())  # or it is refused before anything goes back
+                with_loss(output, loss.detach())  # raises before any backward
             if summed:
                 return loss
             return loss / len(calls) if len({*rows}) == 1 else loss * (rows[part] / sum(rows))
 
         losses = self._losses_at_once(calls, streams(len(calls)), loss_of)
-        assert losses is not None  # refused otherwise
+        assert losses is not None  # it raises instead
         with self._in_backward(1):
             loss = self._vertical.join(losses, self._scaled)
         self._guard.await_rest(awaited=self._vertical.awaits_rest)
@@ -208,34 +174,34 @@ class Engine(DeepSpeedSurface):
         functions: Sequence[Any] = (),
     ) -> Iterator[torch.Tensor] | None:
         """See `MicroBatches.losses_at_once`. In a step that the FLOPs profiler counts, all forwards end before the backward."""
-        profile = self.flops_profile
-        goes_back = profile is None or not profile.is_due(self.global_steps)
+        goes_back = self.flops_profile is None or not self.flops_profile.is_due(self.global_steps)
         return self._micro_batches.losses_at_once(
             self.forward_pass, calls, random, loss_of, functions=functions, goes_back=goes_back
         )
 
     @contextlib.contextmanager
     def forward_pass(self, *, micro_batches: int = 1) -> Iterator[None]:
-        """What `forward` does around the model, for a loop that calls the model itself. `micro_batches`: of the call."""
-        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.activations is not None and torch.is_grad_enabled():
-            saving = self.activations.saving()
+        """Do what `forward` does around the model, for a loop that calls the model itself with this many micro-batches."""
+        saves, routes, nothing = torch.is_grad_enabled(), self._parts.routes, contextlib.nullcontext
+        in_16_bits = self._parts.resolved.compute_dtype is not torch.float32
         self._guard.begin_forward()
-        explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
-        name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
-        in_16_bits = self._resolved.compute_dtype is not torch.float32
-        mixtures = mixtures_explained(self.module) if in_16_bits else contextlib.nullcontext()
-        around = self._guard.around(Pass.FORWARD)
-        with self._in_pass(name), around, self._timing("fwd", micro_batches), saving, explained, mixtures:
+        with (
+            self._in_pass("a forward" if saves else "a forward without gradients"),
+            self._guard.around(Pass.FORWARD),
+            self._timing("fwd", micro_batches),
+            self.activations.saving() if saves and self.activations is not None else nothing(),
+            routes.explained() if routes is not None else nothing(),
+            mixtures_explained(self.module) if in_16_bits else nothing(),
+        ):
             yield
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
-        unless `scale_wrt_gas` is False.
+        """Run the backward pass of a micro-batch's loss (a scalar), divided by the number of accumulation steps unless
+        `scale_wrt_gas` is False. Returns the divided loss.
 
-        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
-        fp16 they are `cur_scale` times as large until `step`. Raises ConfigError when a parameter was unfrozen since
-        `initialize`: nothing would train it; and where `infinity.schedule` is "vertical", which takes `train_batch`.
+        Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With fp16 they are `cur_scale`
+        times as large until `step`. Raises ConfigError if a parameter was unfrozen after `initialize`, which would not train
+        it, or if `infinity.schedule` is "vertical", which requires `train_batch`.
         """
         if self.config.passes < self.gradient_accumulation_steps():
             raise ConfigError(
@@ -262,15 +228,15 @@ class Engine(DeepSpeedSurface):
         run: Callable[[Iterator[torch.Tensor]], None],
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Run the backward of `count` micro-batches: `run` takes their divided losses, scaled. `check` runs first, in the
-        pass, so that its error reaches all ranks."""
+        """Run the backward of `count` micro-batches: `run` takes their divided losses, scaled. `check` runs first, inside
+        the pass, so that its error reaches all ranks."""
         divided: list[torch.Tensor] = []
 
         def scaled() -> Iterator[torch.Tensor]:
             for loss in losses:
                 divided.append(loss.detach())
                 yield self._scaled(loss)
-                del loss  # and all that it was computed from, before the next one is
+                del loss  # frees its graph before the next one exists
 
         with self._in_backward(count, check):
             run(scaled())
@@ -282,7 +248,7 @@ class Engine(DeepSpeedSurface):
 
     @contextlib.contextmanager
     def _in_backward(self, count: int, check: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Around a backward of `count` micro-batches. `check` runs first: see `_backward`."""
+        """Run the block as the backward of `count` micro-batches, after `check`."""
         with self._in_pass("a backward"), self._timing("bwd"):
             check()
             self._check_trains()
@@ -296,8 +262,8 @@ class Engine(DeepSpeedSurface):
                 self.live.begin_backward(last=last)
             self._updater.expect(factor_of(self.cur_scale) if last else None)
             with self._guard.around(Pass.BACKWARD):
-                if self._resolved.updates_in_backward:
-                    self._commits.make()
+                if self._parts.resolved.updates_in_backward:
+                    self._parts.commits.make()
                 try:
                     yield
                 except BaseException as error:
@@ -311,7 +277,7 @@ class Engine(DeepSpeedSurface):
                     ) from error
 
     def _check_trains(self) -> None:
-        if not self._resolved.trains:
+        if not self._parts.resolved.trains:
             raise ConfigError(
                 'there is no optimizer to train with: name one in the config, such as "optimizer": {"type": "AdamW", "params": '
                 '{"lr": 1e-4}}, or pass optimizer= to initialize'
@@ -324,26 +290,24 @@ class Engine(DeepSpeedSurface):
 
         `data_iter`: gives the micro-batches; None takes those of the data loader that `initialize` made, epoch after epoch. The
         model is called with a micro-batch: a mapping is its keyword arguments, a tuple or list its arguments. It returns the
-        loss, or something that has it as `.loss`, under "loss" or first. With a `loss_fn` (or that of a PipelineModule), a
+        loss, or an output that has it as `.loss`, under "loss" or first. With a `loss_fn` (or that of a PipelineModule), a
         micro-batch is (inputs, labels), and the loss is loss_fn(outputs, labels).
 
-        Which micro-batch passes through which group when is said by `infinity.schedule`; the numbers are the same. Each draws
-        random numbers of a stream of its own, whose seed the CPU's generator gives: dropout differs from that of a loop over
+        `infinity.schedule` sets the order in which micro-batches pass through groups; the numbers are the same. Each
+        micro-batch has its own random stream, seeded from the CPU's generator: dropout differs from that of a loop over
         forward and backward.
 
-        Returns the mean of the losses (0-D, fp32) over the micro-batches and ranks. Raises StopIteration where the iterator
-        ends, before anything was changed; InfinityError in the middle of a step; ConfigError where `infinity.schedule` is
-        "vertical" and the model's micro-batches can't take turns.
+        Returns the mean loss (0-D, fp32) over the micro-batches and ranks. Raises StopIteration at the end of the data, before
+        anything changes; InfinityError in the middle of a step; ConfigError if `infinity.schedule` is "vertical" and the
+        model's micro-batches can't take turns.
         """
         self.health.check_awake()
         if self._progress.is_in_step:
             raise InfinityError(
                 "train_batch takes a whole step, and this one has begun: call step() or zero_grad() first"
             )
-        loss_fn, batches = (
-            self._micro_batches.loss_fn_or(loss_fn),
-            self._micro_batches.take(data_iter, self.training_dataloader),
-        )
+        loss_fn = self._micro_batches.loss_fn_or(loss_fn)
+        batches = self._micro_batches.take(data_iter, self.training_dataloader)
         if loss_fn is not None and self.splits:
             raise ConfigError(
                 "train_batch with a loss_fn takes gradient_accumulation_steps micro-batches: set that, and "
@@ -363,10 +327,8 @@ class Engine(DeepSpeedSurface):
                 some = slice(len(losses), len(losses) + count)
                 computed = None
                 if count > 1:
-                    calls, loss_of = (
-                        [call_of(batch, loss_fn) for batch in batches[some]],
-                        partial(_loss_of, batches[some], loss_fn),
-                    )
+                    calls = [call_of(batch, loss_fn) for batch in batches[some]]
+                    loss_of = partial(_loss_of, batches[some], loss_fn)
                     computed = self._losses_at_once(calls, random[some], loss_of, functions=[loss_fn])
                 if computed is not None:
                     self._progress.boundary = some.stop == len(batches)
@@ -384,8 +346,8 @@ class Engine(DeepSpeedSurface):
         return mean_over_ranks(losses)
 
     def eval_batch(self, data_iter: Iterator[Any], *, loss_fn: LossFn | None = None) -> torch.Tensor:
-        """The mean loss (0-D, fp32) of as many micro-batches, without gradients and in evaluation mode; else as
-        `train_batch`."""
+        """Return the mean loss (0-D, fp32) of as many micro-batches as `train_batch` takes, without gradients and in
+        evaluation mode."""
         self.health.check_awake()
         loss_fn = self._micro_batches.loss_fn_or(loss_fn)
         batches, trains = self._micro_batches.take(data_iter, self.training_dataloader), self.module.training
@@ -398,12 +360,11 @@ class Engine(DeepSpeedSurface):
         return mean_over_ranks(losses)
 
     def step(self) -> None:
-        """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
+        """At an accumulation boundary, clip, step optimizer and schedule, and clear the gradients; else do nothing.
 
-        With fp16, a gradient that holds an inf or NaN on any rank leaves optimizer and schedule as they are, is said once, and
-        counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
-        A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one, before
-        the next backward.
+        With fp16, an inf or NaN in a gradient of any rank skips the step: optimizer and schedule stay as they are, the log
+        says so, `skipped_steps` counts it, and `optimizer.overflow` is True until the next step. A ReduceLROnPlateau is not
+        stepped: call `lr_scheduler.step(metric)` yourself, before the next backward.
         """
         with self._in_pass("a step"), self._timing("step"):
             self._check_trains()
@@ -412,13 +373,21 @@ class Engine(DeepSpeedSurface):
             self._guard.settle()
             self.health.check_not_torn()
             self._guard.check_gradients_whole()
-            with self._guard.around(Pass.STEP), self._paging.alone():
-                self._commits.check_storable(self.client_state)
-                self._commits.make()
+            with self._guard.around(Pass.STEP), self._parts.paging.alone():
+                self._parts.commits.check_storable(self.client_state)
+                self._parts.commits.make()
                 self._checkpoints.finish_if_copied()
-                reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
+                reshard(
+                    self.module
+                )  # groups that an evaluation left gathered would become stale, and hide the gradients
                 with measured(self.timeline, "gradients", "norm of the gradients"):
-                    factor = self._gradient_factor()
+                    self._grad_norm, factor = gradient_factor(
+                        scaled_norm(self.module.parameters(), self._updater.take_gradients()),
+                        loss_scale=self.cur_scale,
+                        clipping=self.gradient_clipping(),
+                        may_overflow=self._loss_scale.may_overflow,
+                        known_on_host=self._parts.resolved.paging is not None,
+                    )
                 if factor is not None:
                     self._updater.prepare(factor)
                 with self.health.change("an optimizer step"):
@@ -428,49 +397,35 @@ class Engine(DeepSpeedSurface):
             self._note_commit()
             self._report_step()
 
-    def _gradient_factor(self) -> Any:
-        """See `gradient_factor`; notes the norm."""
-        self._grad_norm, factor = gradient_factor(
-            scaled_norm(self.module.parameters(), self._updater.take_gradients()),
-            loss_scale=self.cur_scale,
-            clipping=self.gradient_clipping(),
-            may_overflow=self._loss_scale.may_overflow,
-            known_on_host=self._resolved.paging is not None,
-        )
-        return factor
-
     def _change_values(self, factor: Any) -> None:
-        """All that a step changes, with the gradients multiplied by `factor` (None: they overflowed, nothing is updated)."""
-        self._applied = factor is not None
+        """Change everything that a step changes, with the gradients multiplied by `factor`; None skips the step."""
+        overflow = factor is None
+        self._applied = not overflow
         if self._loss_scale.may_overflow:
-            self._note_overflow(factor is None)
-        if factor is not None:
+            warning = self._loss_scale.update(overflow=overflow)
+            if warning and dist.get_rank() == 0:
+                log.warning(warning)
+            self._progress.skipped_steps += overflow
+            self._loss_scale.show_on(self.optimizer, overflow=overflow)
+        if overflow:
+            self._updater.skip()
+        else:
             self._updater.step(grad_scale=factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
-        else:
-            self._updater.skip()
         self._guard.drop_gradients()
         self._progress.end_step()
 
-    def _note_overflow(self, overflow: bool) -> None:
-        """Whether the step is skipped: the loss scale hears of it, and so do those who ask the optimizer."""
-        warning = self._loss_scale.update(overflow=overflow)
-        if warning and dist.get_rank() == 0:
-            log.warning(warning)
-        self._progress.skipped_steps += overflow
-        self._loss_scale.show_on(self.optimizer, overflow=overflow)
-
     def _report_step(self) -> None:
         if self.step_stats is None and self.swap is not None and dist.get_rank() == 0:
-            for note in self.swap.notes:  # the pool became present meanwhile
+            for note in self.swap.notes:  # new ones since the pool became resident
                 if note not in self._notes_at_start:
                     log.info(note)
         self.step_stats = self._meter.end_step()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
-            losses = self._progress.step_losses  # of this rank
+            losses = self._progress.step_losses
             loss = f", loss {sum(map(float, losses)):.4f}" if losses else ""
             seconds = self.step_stats.seconds
             log.info("step %d%s%s, lr %s, %.3f s", self.global_steps, skipped, loss, self.get_lr(), seconds)
@@ -478,14 +433,14 @@ class Engine(DeepSpeedSurface):
             self.monitor.write_events(self._events(self.step_stats))
 
     def report_to(self, monitors: Monitors) -> None:
-        """For `initialize`: write every step to these from now on, until `close`."""
+        """For `initialize`: write the events of every step to these monitors until `close`."""
         self.monitor = monitors
         self._progress.keeps_losses |= monitors.is_writing
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; `step` does so by itself. The step begins anew with its first micro-batch.
+        """Drop the gradients, as `step` does by itself. The current step begins again with its first micro-batch.
 
-        Raises InfinityError where the backward applied them already (`infinity.update`), or tore the values.
+        Raises InfinityError if the backward has applied them already (`infinity.update`), or left torn values.
         """
         self._guard.zero_grad(set_to_none)
 
@@ -498,7 +453,7 @@ class Engine(DeepSpeedSurface):
 
     @contextlib.contextmanager
     def _timing(self, part: Literal["fwd", "bwd", "step"], micro_batches: int = 1) -> Iterator[None]:
-        """Count what happens in the block for `part`, wherever that is wanted; tell when a step ends."""
+        """Measure the block as `part` for every report that is enabled; write the reports when a step ends."""
         steps, clock, profile = self.global_steps, self.wall_clock, self.flops_profile
         with (
             measured(self.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
@@ -510,22 +465,20 @@ class Engine(DeepSpeedSurface):
         if clock is not None and part == "step":
             clock.report(stepped=stepped)
         if profile is not None and stepped and profile.report():
-            self.flops_profile = None  # told once
+            self.flops_profile = None
 
     # Commits and checkpoints.
 
     def commit(self, client_state: dict[str, Any] | None = None) -> None:
-        """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
+        """Commit now instead of when the next step begins, with all changes since the last step. A collective.
 
-        `client_state`: becomes `engine.client_state`. Raises ConfigError without `infinity.durability` "step", CheckpointError
-        between a `backward` and its `step`, where something of `client_state` can't be stored, and where what is to be
-        committed couldn't be gone on from; and what a failing write raises. On all ranks when on one; the commit before stays.
+        `client_state`: becomes `engine.client_state`. Raises ConfigError without `infinity.durability` "step"; CheckpointError
+        between a `backward` and its `step`, if `client_state` can't be stored, or if a run could not resume from the commit;
+        and the error of a failed write. If one rank fails, all raise, and the previous commit stays.
         """
         with self._in_pass("a commit"):
-            if self._resolved.run_name is None:
-                raise ConfigError(
-                    'commit() needs infinity.durability "step" in the config: else nothing of a run stays'
-                )
+            if self._parts.resolved.run_name is None:
+                raise ConfigError('commit() needs infinity.durability "step" in the config')
             self.peers.check()
             with raise_on_all_ranks():
                 self._guard.check_between_steps()
@@ -536,16 +489,16 @@ class Engine(DeepSpeedSurface):
             except BaseException:
                 self.client_state = before
                 raise
-            self._commits.make()
+            self._parts.commits.make()
 
     def _note_commit(self) -> None:
         state = self._state
         unpaged_state = partial(state.capture_unpaged, self.client_state)
         late: dict[Part, Any] = {"settings": state.capture_settings, "buffers": state.capture_buffers}
-        self._commits.note(self.global_steps, state.training, unpaged_state, late)
+        self._parts.commits.note(self.global_steps, state.training, unpaged_state, late)
 
     def resume(self, unpaged_state: dict[str, Any]) -> None:
-        """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
+        """For `initialize`: restore a commit's state outside the arena. Raises CheckpointError if it is of another training."""
         self._state.restore_unpaged(unpaged_state)
         self._state.restore_training(unpaged_state)
         self.client_state = unpaged_state["client_state"]
@@ -560,15 +513,15 @@ class Engine(DeepSpeedSurface):
         *,
         format: str | None = None,
     ) -> bool:
-        """Write everything needed to go on to `save_dir/tag` (default tag: global_stepN). A collective.
+        """Write a checkpoint to `save_dir/tag` (default tag: global_stepN), from which training can resume. A collective.
 
         `client_state`: a dict of plain values and tensors of your own. `format`: "dcp" or "arena", instead of the config's
-        `infinity.checkpoint_format`. With "arena" it returns when the copying has begun, and the checkpoint gets its name in a
-        later `step`, or when the next save or load, `finish_checkpoint` or `close` has waited for it; those raise what failed.
+        `infinity.checkpoint_format`. With "arena" it returns when copying has begun. A later `step`, save or load,
+        `finish_checkpoint` or `close` completes the checkpoint, and raises its errors.
 
-        Raises CheckpointError, also between a `backward` and its `step`, as gradients are not stored; an earlier checkpoint
-        stays. ConfigError for "arena" if nothing is offloaded. `save_latest` and `exclude_frozen_parameters` are accepted:
-        the latest is always named, and frozen parameters are always stored.
+        Raises CheckpointError, also between a `backward` and its `step`, because gradients are not stored; an earlier
+        checkpoint stays. Raises ConfigError for "arena" if nothing is offloaded. `save_latest` and
+        `exclude_frozen_parameters` are accepted: "latest" is always written, and frozen parameters are always stored.
         """
         if save_dir is None:
             raise CheckpointError("save_checkpoint got no folder to save to (save_dir is None)")
@@ -577,9 +530,9 @@ class Engine(DeepSpeedSurface):
             return True
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint that `save_checkpoint` began to write is there, if one is on its way. A collective.
+        """Wait until the checkpoint that `save_checkpoint` started is complete, if there is one. A collective.
 
-        Raises CheckpointError on all ranks where that failed on one; the checkpoint before stays then.
+        Raises CheckpointError on all ranks if it failed on one; the previous checkpoint stays.
         """
         with self._guard.entered():
             self._checkpoints.finish()
@@ -595,13 +548,13 @@ class Engine(DeepSpeedSurface):
         *,
         verify: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
+        """Resume from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
 
-        `verify`: hold every file to the hash that was taken when it was written, which reads all of them once more.
+        `verify`: compare the hash of every file with the one taken when it was written, which reads all files once more.
 
         Returns its folder and the client_state; (None, {}), with a warning, if no tag is named and `load_dir` holds none.
-        Raises CheckpointError when it is damaged or of another model. The model always fits strictly, and comes with the
-        optimizer's state: what else is asked for is refused with ConfigError.
+        Raises CheckpointError if it is damaged or of another model; ConfigError for a load without optimizer state. The model
+        must match in every name.
         """
         with self._in_pass("a load_checkpoint"):
             if load_module_only or not load_optimizer_states:
@@ -610,17 +563,17 @@ class Engine(DeepSpeedSurface):
                     "files that initialize(weights=...) reads"
                 )
             loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
-            if self._resolved.run_name is not None and loaded[0] is not None:
+            if self._parts.resolved.run_name is not None and loaded[0] is not None:
                 self.commit(loaded[1])
             return loaded
 
     # Memory for others.
 
     def sleep(self, level: int = 1) -> None:
-        """Between two steps, give memory back until `wake`, for a rollout or an evaluation by others. A collective.
+        """Between two steps, free memory until `wake`, for a rollout or an evaluation by others. A collective.
 
-        `level` 1: the memory of the device. If nothing is offloaded, parameters and optimizer state go to host memory.
-        2: pinned host memory, too; what has no place on NVMe keeps its own.
+        `level` 1 frees device memory; if nothing is offloaded, parameters and optimizer state move to host memory. 2 also
+        frees pinned host memory, except for data that has no place on NVMe.
 
         Training continues bit for bit. Until `wake`, every call that needs the model raises InfinityError. Raises
         InfinityError in the middle of a step, ConfigError for level 2 if nothing is offloaded.
@@ -631,7 +584,7 @@ class Engine(DeepSpeedSurface):
             with raise_on_all_ranks():
                 self._guard.check_may_sleep()
             self._checkpoints.finish()
-            self._commits.make()
+            self._parts.commits.make()
             reshard(self.module)
             try:
                 with raise_on_all_ranks():
@@ -647,7 +600,7 @@ class Engine(DeepSpeedSurface):
                 torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the memory back that `sleep` gave. Does nothing if the engine is awake. A collective.
+        """Take back the memory that `sleep` freed; do nothing if the engine is awake. A collective.
 
         Raises MemoryError or torch's OutOfMemoryError if others hold it; the engine is still asleep then.
         """
@@ -663,7 +616,7 @@ class Engine(DeepSpeedSurface):
     def offload_states(
         self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """DeepSpeed's name for `sleep(1)`, or `sleep(2)` where `device` is "nvme". All states go; `include` is ignored."""
+        """DeepSpeed's name for `sleep(1)`, or `sleep(2)` if `device` is "nvme". All states move; `include` is ignored."""
         self.sleep(2 if getattr(device, "value", device) == "nvme" else 1)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -673,19 +626,19 @@ class Engine(DeepSpeedSurface):
     # The end.
 
     def close(self) -> None:
-        """Wait for what is in flight and give memory and drive space back; commit the last step of a durable run. Idempotent.
+        """Wait for transfers in flight, free memory and drive space, and commit the last step of a durable run. Idempotent.
 
-        A collective then, and where a checkpoint is on its way; but while an error is being handled, or when a pass has failed
-        on one rank, nothing is committed, and that checkpoint is finished without the other ranks, which may be elsewhere: the
-        log tells whether it could be. Raises InfinityError if another thread is in the middle of a step; all stays open then.
+        A collective for a durable run or an unfinished checkpoint. While an error is being handled, or after a pass failed
+        on one rank, it commits nothing and completes the checkpoint without the other ranks, which may have left; the log says
+        if that succeeded. Raises InfinityError if another thread is in the middle of a step; the engine stays open then.
         """
         if self._closed:
             return
-        with contextlib.ExitStack() as last:  # each of these runs, whatever those after it in this list raise
+        with contextlib.ExitStack() as last:  # runs all of these, last first, even if one raises
             last.enter_context(self._guard.entered(asleep=True))
-            self.health.wake()  # what is left needs no memory
+            self.health.wake()  # the rest needs no memory
             self._closed = True
-            last.callback(self.monitor.close)  # last, as it may wait for a network
+            last.callback(self.monitor.close)  # may wait for a network
             last.callback(self._on_close)
             last.callback(self._storage.close)
             if self.activations is not None:
@@ -696,10 +649,10 @@ class Engine(DeepSpeedSurface):
                 self.peers.leave("a close after an error", self._guard.standing)
             elif not self.peers.parted:
                 with self._in_pass("a close", last=True):
-                    self._commits.make()
+                    self._parts.commits.make()
                     self.finish_checkpoint()
                 if self.flops_profile is not None:
-                    self.flops_profile.tell_unused(self.global_steps)
+                    self.flops_profile.warn_unused(self.global_steps)
 
     destroy = close
 
@@ -714,8 +667,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def engine_of(parameter: nn.Parameter) -> tuple[Engine, nn.Parameter] | None:
-    """The engine that trains a model with this parameter, and its sharded master; None where none does. Releases what is
-    gathered."""
+    """Return the engine that trains a model with this parameter, and its sharded master, or None. Frees gathered groups."""
     for engine in _engines:
         if (sharded := sharded_of(engine.module, parameter)) is not None:
             engine.empty_partition_cache()
@@ -724,7 +676,7 @@ def engine_of(parameter: nn.Parameter) -> tuple[Engine, nn.Parameter] | None:
 
 
 def _zero_grad_of(engine: weakref.ref[Engine], module: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
-    """`zero_grad` of a module that an engine trains, or trained."""
+    """The `zero_grad` of a module that an engine trains or has trained."""
     alive, trained = engine(), module()
     if alive is not None:
         alive.zero_grad(set_to_none)
@@ -741,7 +693,7 @@ def _backward_from(losses: Iterator[torch.Tensor], *, retain_graph: bool = False
 
 
 def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
-    """Raise ConfigError where a parameter of `frozen` requires a gradient now, or one has come that is not sharded."""
+    """Raise ConfigError if a parameter of `frozen` requires a gradient now, or if a new parameter is not sharded."""
     held = held_parameters(module)
     for parameter in module.parameters():
         if parameter not in held:

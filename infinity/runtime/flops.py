@@ -31,7 +31,7 @@ class _Part:
     numel: int
     flops: int = 0
     seconds: float = 0.0
-    began: list[tuple[int, float]] = field(default_factory=list)  # of the forwards that are under way
+    began: list[tuple[int, float]] = field(default_factory=list)  # of the running forwards
 
 
 class FlopsProfile:
@@ -66,12 +66,13 @@ class FlopsProfile:
         """Write the report if the step that just ended was measured, and return True then."""
         if not self._seconds.keys() >= {"fwd", "bwd", "step"}:
             return False
-        text = "\n".join(self._lines(now() - self._began)) + "\n"
+        details = self._details() if self._settings.detailed else ()
+        text = "\n".join((*self._summary(now() - self._began), *self._by_depth(), *details)) + "\n"
         if self._settings.output_file is not None:
             try:
                 Path(self._settings.output_file).write_text(text)
                 return True
-            except OSError as error:  # no reason to end a training
+            except OSError as error:
                 log.warning(
                     "flops_profiler.output_file %s can't be written (%s): the report is on standard output",
                     self._settings.output_file,
@@ -80,7 +81,7 @@ class FlopsProfile:
         print(text, end="", flush=True)
         return True
 
-    def tell_unused(self, steps: int) -> None:
+    def warn_unused(self, steps: int) -> None:
         log.warning(
             "flops_profiler wrote no report: profile_step is %d, and the training ended at step %d without a whole one there; "
             "choose a step that is trained",
@@ -90,36 +91,27 @@ class FlopsProfile:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
+        """Count the block as a forward, with hooks at both ends of every module's forward."""
         with FlopCounterMode(display=False) as counter, contextlib.ExitStack() as undo:
-            self._watch(counter, undo)
+
+            def begin(part: _Part) -> None:
+                part.began.append((counter.get_total_flops(), now()))
+
+            def end(part: _Part) -> None:
+                flops, began = part.began.pop()
+                part.flops += counter.get_total_flops() - flops
+                part.seconds += now() - began
+
+            for name, module in [*self._module.named_modules()][1:]:
+                part = _Part(name, _kind(module), name.count(".") + 1, sum(p.numel() for p in module.parameters()))
+                self._parts.append(part)
+                before = module.register_forward_pre_hook(lambda _, __, part=part: begin(part), prepend=True)
+                after = module.register_forward_hook(lambda _, __, ___, part=part: end(part))
+                undo.callback(before.remove)
+                undo.callback(after.remove)
             began = now()
             yield
             self._whole.flops, self._whole.seconds = counter.get_total_flops(), now() - began
-
-    def _watch(self, counter: FlopCounterMode, undo: contextlib.ExitStack) -> None:
-        def begin(part: _Part) -> None:
-            part.began.append((counter.get_total_flops(), now()))
-
-        def end(part: _Part) -> None:
-            flops, began = part.began.pop()
-            part.flops += counter.get_total_flops() - flops
-            part.seconds += now() - began
-
-        for name, module in self._module.named_modules():
-            if not name:
-                continue
-            part = _Part(name, _kind(module), name.count(".") + 1, sum(p.numel() for p in module.parameters()))
-            self._parts.append(part)
-            before = module.register_forward_pre_hook(lambda _, __, part=part: begin(part), prepend=True)
-            after = module.register_forward_hook(lambda _, __, ___, part=part: end(part))
-            undo.callback(before.remove)
-            undo.callback(after.remove)
-
-    def _lines(self, whole_seconds: float) -> Iterator[str]:
-        yield from self._summary(whole_seconds)
-        yield from self._by_depth()
-        if self._settings.detailed:
-            yield from self._details()
 
     def _summary(self, whole_seconds: float) -> Iterator[str]:
         flops, forward, backward = self._whole.flops, self._seconds["fwd"], self._seconds["bwd"]

@@ -1,8 +1,8 @@
-"""Whose hyper-parameters count when a training resumes: the run's or the config's. Training thread only.
+"""Decides whose hyper-parameters a resumed training uses: the run's or the config's. Training thread only.
 
-[Note: What the run was told]
-A commit or checkpoint holds parameter groups and schedule as they are by then, with a learning rate that a schedule has moved.
-So that a changed config is told from what training does, it also holds what the config (or the caller) had said at first.
+[Note: The settings of the run]
+A commit or checkpoint holds parameter groups and schedule as they are at that time, with a learning rate that a schedule has
+changed. So it also holds the settings that the config (or the caller) gave at first, to detect a config that has changed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ from infinity.swap import HostedOptimizer
 
 log = logging.getLogger("infinity")
 
-Told = dict[str, Any]
+Settings = dict[str, Any]
 """Plain values: the kind of "optimizer", the settings of its "groups", the "schedule" with its kind."""
 
 _PROGRESS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter"})
-"""What a schedule counts."""
+"""Counters of a schedule."""
 _NO_SETTINGS = frozenset({"params", "initial_lr", "foreach"})
-
-
 _OF_GROUPS = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""What a schedule keeps of each parameter group, in their order."""
+"""Lists in a schedule with an element per parameter group."""
 
 
 def in_order_of(group_names: Sequence[Sequence[str]], training_state: dict[str, Any]) -> dict[str, Any]:
-    """A stored state with its parameter groups in the order of the optimizer's, which are given by their parameters' names.
+    """Return a stored state with its parameter groups in the optimizer's order, given by the names of their parameters.
 
-    As it is where its groups hold other parameters. Raises CheckpointError for a schedule of which it is not known what it
-    keeps of each group.
+    It is unchanged if its groups have other parameters. Raises CheckpointError for a list in a schedule that may or may not
+    have an element per group.
     """
     order = order_of_groups(training_state, group_names)
     if order is None or order == sorted(order):
@@ -49,9 +47,9 @@ def in_order_of(group_names: Sequence[Sequence[str]], training_state: dict[str, 
     if "param_groups" in training_state:
         ordered["param_groups"] = [training_state["param_groups"][place] for place in order]
     ordered["lr_scheduler"] = _schedule_in_order(training_state["lr_scheduler"], order)
-    if told := training_state.get("hyperparameters"):
-        groups = [told["groups"][place] for place in order]
-        ordered["hyperparameters"] = told | {"groups": groups, "schedule": _schedule_in_order(told["schedule"], order)}
+    if run := training_state.get("hyperparameters"):
+        groups = [run["groups"][place] for place in order]
+        ordered["hyperparameters"] = run | {"groups": groups, "schedule": _schedule_in_order(run["schedule"], order)}
     return ordered
 
 
@@ -67,8 +65,8 @@ def _schedule_in_order(schedule: Any, order: list[int]) -> Any:
         ):
             if name not in _OF_GROUPS:
                 raise CheckpointError(
-                    f"the parameter groups come in another order than when this was saved, and {name} of the schedule may "
-                    "follow them or not: make them in the order in which they were"
+                    f"the order of the parameter groups has changed since this was saved, and {name} of the schedule may "
+                    "follow it or not: make the groups in the order of the saved run"
                 )
             value = [value[place] for place in order]
         ordered[name] = value
@@ -76,39 +74,41 @@ def _schedule_in_order(schedule: Any, order: list[int]) -> Any:
 
 
 class Hyperparameters:
-    """Of an optimizer and its schedule, as made anew; `whose` count where another training is gone on from."""
+    """The settings of an optimizer and its schedule as constructed. `whose`: the settings that count after a resume."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Any, whose: Whose) -> None:
         self._optimizer, self._schedule, self._whose = optimizer, schedule, whose
         self._groups = [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
         self._schedule_state = copy.deepcopy(schedule.state_dict()) if schedule is not None else None
-        self.told: Told = {
+        self.of_run: Settings = {
             "optimizer": _kind_of(optimizer),
             "groups": _settings(optimizer.param_groups),
             "schedule": _schedule_settings(schedule),
         }
-        """What counts: see [Note: What the run was told]."""
+        """The settings that count: see [Note: The settings of the run]."""
 
     def settle(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
-        """Optimizer and `schedule` (where that is wanted) have been set to what a run had, and stored in `training_state`:
-        name what the config has otherwise, on rank 0, and set that again where the config's are to count."""
-        stored = training_state.get("hyperparameters")  # older ones don't hold it
-        run: Told = stored if stored is not None else {"groups": _settings(self._optimizer.param_groups)}
-        changed = [*_differences(run, self.told)]
+        """Log on rank 0 which settings of the config differ from those in `training_state`, to which the optimizer and, if
+        `schedule`, the schedule have just been set. Set the config's again if they count."""
+        stored = training_state.get("hyperparameters")  # missing in older states
+        run: Settings = stored if stored is not None else {"groups": _settings(self._optimizer.param_groups)}
+        changed = ", ".join(_differences(run, self.of_run))
+        if changed and dist.get_rank() == 0:
+            if self._whose == "run":
+                log.warning(
+                    "the run's hyper-parameters count, and the config has others: %s; infinity.resume_hyperparameters "
+                    '"config" lets those of the config count',
+                    changed,
+                )
+            else:
+                log.info("the config's hyper-parameters count, and the run had others: %s", changed)
         if self._whose == "run":
-            self._tell(
-                logging.WARNING,
-                changed,
-                "the run's hyper-parameters count, and the config has others",
-                'infinity.resume_hyperparameters "config" lets those of the config count',
-            )
-            self.told = self.told | run
+            self.of_run = self.of_run | run
         else:
-            self._tell(logging.INFO, changed, "the config's hyper-parameters count, and the run had others", "")
-            self._set_anew(training_state, schedule=schedule)
+            self._use_config(training_state, schedule=schedule)
 
-    def _set_anew(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
-        """Those of the config, at the place of the schedule that the run has reached."""
+    def _use_config(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
+        """Set the config's settings, at the step of the schedule that the run has reached."""
         for group, configured in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(configured))
         if self._schedule is None or self._schedule_state is None or not schedule:
@@ -119,27 +119,22 @@ class Hyperparameters:
             self._schedule.load_state_dict(self._schedule_state | counted)
             return
         self._schedule.load_state_dict(copy.deepcopy(self._schedule_state))
+        steps = training_state["global_steps"] - training_state.get("skipped_steps", 0)
         with warnings.catch_warnings():  # torch misses the optimizer's steps
             warnings.simplefilter("ignore")
-            for _ in range(
-                reached.get("last_epoch", training_state["global_steps"] - training_state.get("skipped_steps", 0))
-            ):
+            for _ in range(reached.get("last_epoch", steps)):
                 self._schedule.step()
-
-    def _tell(self, level: int, changed: list[str], whose: str, way_out: str) -> None:
-        if changed and dist.get_rank() == 0:
-            log.log(level, "%s", "; ".join(filter(None, [f"{whose}: {', '.join(changed)}", way_out])))
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The same name whether its state is paged or not."""
+    """Return a name that is the same whether the state is paged or not."""
     if isinstance(optimizer, HostedOptimizer):
         return optimizer.kind
     return "Adam" if isinstance(optimizer, torch.optim.Adam) else type(optimizer).__name__
 
 
 def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of parameter groups, as they were before a schedule moved the learning rate."""
+    """Return the settings of parameter groups, with the learning rate before a schedule changed it."""
     settings_of_groups = []
     for group in groups:
         settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
@@ -164,8 +159,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _differences(run: Told, config: Told) -> Iterator[str]:
-    """In words, where both say something and not the same."""
+def _differences(run: Settings, config: Settings) -> Iterator[str]:
+    """Describe the settings that both have, with different values."""
     run = config | run
     schedule: dict[str, Any] = run["schedule"]
     if run["optimizer"] != config["optimizer"]:

@@ -1,9 +1,9 @@
-"""A model that is only run: its weights stay in the user's files, and stream through the pinned pool.
+"""Runs models whose weights stay in the user's files, and stream through the pinned pool.
 
 [Note: A round of generation]
 Each forward goes through all groups in the same order, token after token. The staging policy knows the next round's order, so
 the first layers of the next token are read while the last ones of this token compute. As many layers as the pool has room for
-stay staged, spread evenly, and the drive reads the others in each round (`choose_evenly` in infinity/schedule/residency.py).
+stay staged, spread evenly, and each round reads the others (`choose_evenly` in infinity/schedule/residency.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from infinity.config import load_config
 from infinity.errors import ConfigError, InfinityError
 from infinity.extras import needs
 from infinity.fsdp2.first_values import init_empty
-from infinity.fsdp2.gathered import remember_sharded
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.process_group import ensure_process_group
-from infinity.runtime.console import show_words
+from infinity.runtime.console import show_log
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.resolved import compute_device, resolve
 from infinity.swap import SwapManager
@@ -42,8 +41,7 @@ _CONFIG: Mapping[str, Any] = {
 class InferenceEngine:
     """Runs a model whose weights may be larger than memory. Made by `init_inference`; a context manager.
 
-    `module` is the model, in evaluation mode and without gradients. `swap` is the swap manager; None where nothing rests on
-    NVMe.
+    `module` is the model, in evaluation mode and without gradients. `swap` is the swap manager; None without NVMe.
     """
 
     def __init__(self, module: nn.Module, swap: SwapManager | None, on_close: Callable[[], None]) -> None:
@@ -52,13 +50,13 @@ class InferenceEngine:
         self._closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward."""
         self._check_open()
         with torch.inference_mode(False), torch.no_grad():
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, as Hugging Face's models have it. Every rank calls it, and goes as many rounds."""
+        """Run the model's own `generate`, as Hugging Face's models have it. Every rank calls it, for as many rounds."""
         self._check_open()
         generate = getattr(self.module, "generate", None)
         if generate is None:
@@ -69,7 +67,7 @@ class InferenceEngine:
             return generate(*args, **kwargs)
 
     def close(self) -> None:
-        """Give memory and files back. The model can't be used any more; idempotent."""
+        """Free memory and files; the model can't be used any more. Idempotent."""
         if self._closed:
             return
         if self.swap is not None:
@@ -99,22 +97,22 @@ def init_inference(
     weights: str | os.PathLike[str] | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> InferenceEngine:
-    """Make a model ready to be run, with its weights streamed from their files.
+    """Prepare a model for inference, with its weights streamed from their files.
 
     Args:
-        model: best built on the meta device (`infinity.init_empty`). Nothing of it is trained from here on.
-        config: as for `initialize`. None computes in bf16 and streams from the files of `weights`. Where
-            `infinity.pinned_bytes_max` is "auto", the pool takes up to half of the memory available, as what it holds of the
-            model is not read again in each round.
+        model: best built on the meta device (`infinity.init_empty`). None of it is trained afterwards.
+        config: as for `initialize`. None computes in bf16 and streams from the files of `weights`. If
+            `infinity.pinned_bytes_max` is "auto", the pool takes up to half of the available memory, because a round does not
+            read the part of the model that stays there.
         weights: safetensors (as for `initialize`), in which the parameters stay.
-        auto: values for what the config leaves "auto", as for `initialize`.
+        auto: values for "auto" in the config, as for `initialize`.
 
-    A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before anything is run.
+    A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before anything runs.
     """
     with ExitStack() as undo:
         close_group = ensure_process_group()
         undo.callback(close_group)
-        show_words()
+        show_log()
         model.requires_grad_(False).eval()
         with raise_on_all_ranks():
             settled = load_config(config if config is not None else dict(_CONFIG)).resolve(
@@ -131,7 +129,6 @@ def init_inference(
             )
         check_alike(model, weights)
         _, swap, _, _ = shard_and_page(model, resolved, None, weights, undo)
-        remember_sharded(model)
         with drawing_alike(), raise_on_all_ranks():
             give_values(model, resolved, swap, weights, None, None)
         undo.pop_all()
@@ -139,25 +136,9 @@ def init_inference(
 
 
 @overload
-def generate(
-    folder: str | os.PathLike[str],
-    prompts: str,
-    *,
-    max_new_tokens: int = ...,
-    pinned_bytes_max: int | str = ...,
-    on_token: Callable[[int], None] | None = ...,
-    **options: Any,
-) -> str: ...
+def generate(folder: str | os.PathLike[str], prompts: str, **options: Any) -> str: ...
 @overload
-def generate(
-    folder: str | os.PathLike[str],
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int = ...,
-    pinned_bytes_max: int | str = ...,
-    on_token: Callable[[int], None] | None = ...,
-    **options: Any,
-) -> list[str]: ...
+def generate(folder: str | os.PathLike[str], prompts: Sequence[str], **options: Any) -> list[str]: ...
 def generate(
     folder: str | os.PathLike[str],
     prompts: str | Sequence[str],
@@ -167,17 +148,17 @@ def generate(
     on_token: Callable[[int], None] | None = None,
     **options: Any,
 ) -> str | list[str]:
-    """Go on with a text, or with several at once, by a model of Hugging Face that need not fit into memory.
+    """Continue one text, or several at once, by a model of Hugging Face that need not fit into memory.
 
     Args:
         folder: with config.json, safetensors and the tokenizer's files, as downloaded. It is only read.
         prompts: one text, or several: each round reads the weights once for all of them.
-        max_new_tokens: at most so many are added to each.
-        pinned_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes up to half of what is available.
+        max_new_tokens: maximum number of tokens to add to each.
+        pinned_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes up to half of the available memory.
         on_token: called after each round with the number of rounds so far.
         options: of the model's own `generate`, such as `do_sample=True`.
 
-    Returns the new text, of several a list. Raises as `init_inference`; ImportError without transformers.
+    Returns the new text, for several prompts a list. Raises as `init_inference`; ImportError without transformers.
     """
     with needs("transformers"):
         from transformers import AutoTokenizer
@@ -202,7 +183,7 @@ def generate(
 
 
 def empty_model(folder: str | os.PathLike[str]) -> nn.Module:
-    """The causal language model that the folder's config.json describes, without memory for its weights."""
+    """Return the causal language model that the folder's config.json describes, without memory for its weights."""
     with needs("transformers"):
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -215,7 +196,7 @@ def empty_model(folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def counting(on_token: Callable[[int], None]) -> Callable[..., torch.Tensor]:
-    """What Hugging Face's `generate` takes as a stopping criterion: it never stops, and tells the rounds."""
+    """Return a stopping criterion for Hugging Face's `generate` that never stops, and reports the number of rounds."""
     rounds = 0
 
     def criterion(tokens: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:

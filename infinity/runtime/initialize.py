@@ -1,4 +1,4 @@
-"""`initialize`: the one place that constructs the whole."""
+"""`initialize`: constructs an engine with everything that it needs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
+from infinity.checkpoint.commits import open_run, restore_arena, unpaged_state_of
 from infinity.config import Config, load_config
 from infinity.config.optimizers import MuonConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn
-from infinity.fsdp2.gathered import remember_sharded, with_memory
+from infinity.fsdp2.gathered import with_memory
 from infinity.fsdp2.routes import Routes
-from infinity.fsdp2.vertical import Vertical
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.optim.hosted import Stepper
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
-from infinity.runtime.console import show_words
+from infinity.runtime.console import show_log
 from infinity.runtime.deepspeed_surface import make_loader
 from infinity.runtime.engine import Engine
-from infinity.runtime.in_memory import InMemory, NoCommits
 from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
     Groups,
-    check_moments_dtype,
     make_early,
     make_optimizer,
     make_schedule,
@@ -42,10 +39,10 @@ from infinity.runtime.optimizers import (
     stepper_for,
     trained_names,
 )
+from infinity.runtime.parts import Parts
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
-from infinity.swap import PagedOptimizer, SwapManager
 
 log = logging.getLogger("infinity")
 
@@ -70,50 +67,50 @@ def initialize(
     auto: Mapping[str, Any] | None = None,
     resume: bool | Literal["must"] = False,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
+    """Prepare a model for training by the config: shard it, page it, make optimizer, schedule and data loader.
 
     Args:
-        args: an object with `deepspeed_config`, read when `config` is None.
+        args: an object with `deepspeed_config`, read if `config` is None.
         model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place. All ranks
-            build it alike; the values of its parameters and buffers are those of rank 0.
-        optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
-            the config's. Without either, the model can be run, not trained. With offload (cpu or nvme) it is Adam, AdamW, SGD
-            or another one that updates each element by itself, and another object takes its place; else it is kept.
-        model_parameters: parameters or parameter groups to train; all that require a gradient where None.
-        training_data: a dataset; a DataLoader over it is returned, each rank's share in an order that is drawn with seed 0
+            build the same model; rank 0 gives the values of its parameters and buffers.
+        optimizer: a torch optimizer over the model's parameters that has not stepped, a function that makes one from parameter
+            groups, or None: the config's. Without either, the model can be run, not trained. With offload (cpu or nvme) it
+            must be Adam, AdamW, SGD or another elementwise optimizer, and is replaced by another object.
+        model_parameters: parameters or parameter groups to train; None takes all that require a gradient.
+        training_data: a dataset, for which a DataLoader is returned. Each rank gets its share, in an order drawn with seed 0
             (`loader.sampler.set_epoch(n)` draws another).
-        lr_scheduler: a function of the optimizer that makes one, a made one of the optimizer that is passed (it follows where
-            another takes its place), or None: the config's. `engine.step` steps it, unless it is a ReduceLROnPlateau: that is
-            stepped by you, with your metric.
+        lr_scheduler: a function that makes one from the optimizer, a schedule of the optimizer that is passed (it follows the
+            replacement), or None: the config's. `engine.step` steps it, except a ReduceLROnPlateau: you step that one, with
+            your metric.
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, JSON text, or base64 of JSON (`config_params` is its older name).
-        weights: safetensors (a file, an index.json of several, or a folder with either) from which the parameters are set,
-            each rank reading only its rows; those of the model, or of one inside it that holds all parameters, or that PEFT
-            has put adapters into. Frozen ones stay there, where parameters rest on NVMe: each step reads them
-            from these files, which must not change meanwhile (docs/frozen_weights.md).
-        init_fn: called with each module that was built on the meta device, to give values to its parameters.
-        auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
-        resume: go on from the last committed step of a run with `infinity.durability` "step": parameters, optimizer state,
-            schedule and random numbers are what they were (no first values are drawn, `weights` and `init_fn` only fill
-            buffers), and `engine.global_steps` tells where. Starts anew, and says so, where nothing is committed; "must" raises
-            CheckpointError there, for a run that has begun.
-        distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
+        weights: safetensors (a file, an index.json of several, or a folder with either) with the parameters of the model, or
+            of a submodule that has all parameters or PEFT's adapters; each rank reads only its rows. With parameters on NVMe,
+            frozen ones stay in these files and are read from there in each step: the files must not change
+            (docs/frozen_weights.md).
+        init_fn: called with each module that was built on the meta device, to initialise its parameters.
+        auto: values for "auto" in the config, by the names that `Config.resolve` takes, such as `lr=3e-4`.
+        resume: continue from the last committed step of a run with `infinity.durability` "step": `engine.global_steps` steps
+            are done, and parameters, optimizer state, schedule and random numbers are restored (nothing is drawn; `weights`
+            and `init_fn` only fill buffers). If nothing is committed, training starts, with a log line; "must" raises
+            CheckpointError instead.
+        distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without effect.
 
     Returns (engine, optimizer or None, data loader or None, lr scheduler or None).
 
     A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step, on all ranks
-    when on one; nothing is left behind.
+    if on one, and leaves nothing behind.
     """
     if model is None:
         raise ConfigError("initialize needs model=")
-    source = config if config is not None else config_params
-    source = source if source is not None else getattr(args, "deepspeed_config", None)
+    sources = (config, config_params, getattr(args, "deepspeed_config", None))
+    source = next((given for given in sources if given is not None), None)
     if source is None:
         raise ConfigError("initialize needs config=: a dict, a path to JSON, or base64 of JSON")
     with with_memory(), ExitStack() as undo:
         close_group = ensure_process_group()
         undo.callback(close_group)
-        show_words()
+        show_log()
         with raise_on_all_ranks():
             check_supported(model, init_fn, weights)
             asked = _understand(source, model, optimizer, model_parameters, auto or {})
@@ -123,16 +120,16 @@ def initialize(
         run = open_run(asked.config.nvme_paths, asked.resolved.run_name, resume=resume)
         if run is not None:
             undo.callback(run.give_up)
-        resumed = run.resumed if run is not None else None
-        stays = weights if asked.config.infinity.checkpoint_format != "arena" else None  # which holds all of the model
+        stays = weights if asked.config.infinity.checkpoint_format != "arena" else None  # an arena has the whole model
         resolved, swap, live, activations = shard_and_page(model, asked.resolved, run, stays, undo)
-        remember_sharded(model)
         peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
         with drawing_alike(), raise_on_all_ranks():
-            unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
-            if resumed is not None and swap is not None:
-                restore_arena(resumed, swap)
+            unpaged_state = None
+            if run is not None and run.resumed is not None:
+                unpaged_state = unpaged_state_of(run.resumed)
+                if swap is not None:
+                    restore_arena(run.resumed, swap)
             give_values(model, resolved, swap, weights, init_fn, unpaged_state)
             made = make_optimizer(model, asked.config, asked.optimizer, asked.groups, swap, asked.stepper)
             schedule = make_schedule(asked.config, lr_scheduler, made, asked.optimizer)
@@ -140,25 +137,19 @@ def initialize(
             if training_data is not None:
                 last = asked.config.dataloader_drop_last
                 loader = make_loader(training_data, asked.config.batch.micro, collate_fn=collate_fn, drop_last=last)
-        in_memory = InMemory(model, made) if swap is None else None
-        storage = in_memory or cast(SwapManager, swap)
-        engine = Engine(
+        parts = Parts(
             module=model,
             optimizer=made,
             lr_scheduler=schedule,
-            training_dataloader=loader,
             resolved=resolved,
             swap=swap,
-            storage=storage,
-            updater=in_memory or cast(PagedOptimizer, made),
-            commits=Commits(run, swap) if run is not None and swap is not None else NoCommits(),
+            run=run,
             live=live,
             activations=activations,
             routes=routes,
-            vertical=Vertical(model, storage.paging.recover),
             peers=peers,
-            on_close=close_group,
         )
+        engine = Engine(parts, loader, close_group)
         save_as_pretrained(engine)
         with raise_on_all_ranks():
             if unpaged_state is not None:
@@ -171,8 +162,11 @@ def initialize(
 
 
 class _Asked(NamedTuple):
-    """What a training is to be. optimizer: the user's, or what makes it; None for the config's. groups: settings and names of
-    trained parameters, by parameter group. stepper: steps the paged parameters of an optimizer that is not infinity's own."""
+    """The training that the arguments describe.
+
+    optimizer: the user's, or a function that makes it; None for the config's. stepper: steps the paged parameters of an
+    optimizer that is not infinity's own.
+    """
 
     config: Config
     optimizer: Any
@@ -182,7 +176,7 @@ class _Asked(NamedTuple):
 
 
 def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, auto: Mapping[str, Any]) -> _Asked:
-    """What is asked for, before anything is changed. Raises ConfigError where that can't be."""
+    """Read the arguments before anything is changed. Raises ConfigError for contradictions."""
     config = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **auto)
     check_monitors(config)
     stepper = early = None
@@ -191,7 +185,10 @@ def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, 
     groups = trained_names(model, parameters, optimizer)
     if config.offloads:
         stepper = stepper_for(config, early, groups)
-        check_moments_dtype(config, stepper)
+        if stepper is not None and (dtype := config.infinity.moments_dtype) != "fp32":
+            raise ConfigError(
+                f"infinity.moments_dtype {dtype} is only for Adam and AdamW: leave it out for {stepper.kind}"
+            )
     if optimizer is None and isinstance(config.optimizer, MuonConfig):
         groups = split_for_muon(groups, model, config.optimizer, fused=config.infinity.fused)
     resolved = resolve(
@@ -215,7 +212,8 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | None]:
-    """The other ranks of a sharded model, and what holds the ranks to one way through it; None where one rank gathers alone."""
+    """Return the other ranks of a sharded model, and the checker of their common path through it; None if each rank gathers
+    alone."""
     parameter = next(model.parameters())  # all are sharded over the same mesh
     assert isinstance(parameter, DTensor)
     assert dist.group.WORLD is not None
@@ -229,7 +227,7 @@ def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | Non
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Of models that carry a config, for the "auto" values that are computed from it."""
+    """Return the hidden size in the model's own config, if it has one, for "auto" values."""
     described = getattr(model, "config", None)
     for name in ("hidden_size", "n_embd", "d_model"):
         size = getattr(described, name, None)

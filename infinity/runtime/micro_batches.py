@@ -1,4 +1,4 @@
-"""The micro-batches of a step: taken from the data, one by one or all at once through the model. Training thread only."""
+"""The micro-batches of a step: from the data, and one by one or together through the model. Training thread only."""
 
 from __future__ import annotations
 
@@ -10,52 +10,49 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from infinity.aio import absent_bytes
 from infinity.errors import ConfigError
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.kept_state import KeptState
-from infinity.fsdp2.vertical import Memory, MicroBatch, Turn, Vertical
+from infinity.fsdp2.vertical import Memory, MicroBatch, Turn
 from infinity.host_memory import available_bytes, taken_bytes
+from infinity.runtime.parts import Parts
 from infinity.runtime.pipeline import PipelineModule
-from infinity.runtime.resolved import Resolved, compute_device
+from infinity.runtime.resolved import compute_device
 
 log = logging.getLogger("infinity")
 
 _SAVED_BYTES = 1 << 30
 _PLAIN_STATE_BYTES = 16
-"""Of one element: master, gradient and two moments in fp32."""
+"""Bytes of one element in plain PyTorch: master, gradient and two moments in fp32."""
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 class MicroBatches:
-    """Those of a step of one model: where they come from, and their losses.
+    """Takes the micro-batches of one model's steps, and computes their losses."""
 
-    looks_at_memory: whether micro-batches that take turns because `infinity.schedule` is "auto" give up when the device has no
-    memory for what they save.
-    """
-
-    def __init__(self, module: nn.Module, resolved: Resolved, vertical: Vertical, *, looks_at_memory: bool) -> None:
-        self._module, self.resolved, self._vertical = module, resolved, vertical
-        self._looks_at_memory = looks_at_memory
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._vertical = parts, parts.vertical
         self._data: Iterator[Any] | None = None
         self._most_at_once: int | None = None
-        """For how many memory was found to suffice, where "auto" looks for it."""
+        """Number for which memory was found to suffice, if "auto" measured it."""
         self._gave_up_vertical = False
-        """Whether "auto" has found, and said, that the micro-batches of this model can't take turns."""
+        """True after "auto" found, and logged, that this model's micro-batches can't take turns."""
 
     def loss_fn_or(self, loss_fn: LossFn | None) -> LossFn | None:
-        """`loss_fn`, or that of the model where it has one."""
-        return loss_fn or (self._module.loss_fn if isinstance(self._module, PipelineModule) else None)
+        """Return `loss_fn`, or else the model's."""
+        module = self._parts.module
+        return loss_fn or (module.loss_fn if isinstance(module, PipelineModule) else None)
 
     @property
     def at_once(self) -> int:
-        """How many micro-batches of this step take turns; 1 if they come one after the other."""
-        may = self.resolved.paging is not None and not self._gave_up_vertical
-        if self.resolved.schedule == "vertical" or (self.resolved.schedule == "auto" and may):
-            asked = self.resolved.config.micro_batches_at_once
+        """Number of micro-batches of this step that take turns; 1 if they run one after the other."""
+        resolved = self._parts.resolved
+        may = resolved.paging is not None and not self._gave_up_vertical
+        if resolved.schedule == "vertical" or (resolved.schedule == "auto" and may):
+            asked = resolved.config.micro_batches_at_once
             return next(k for k in range(self._most_at_once or asked, 0, -1) if asked % k == 0)
         return 1
 
@@ -69,15 +66,15 @@ class MicroBatches:
         functions: Sequence[Any] = (),
         goes_back: bool = True,
     ) -> Iterator[torch.Tensor] | None:
-        """The losses of all micro-batches, which take turns inside `forward_pass`, for the backward of `Vertical`; None where
-        they can't, which the log says.
+        """Return the losses of micro-batches that take turns inside `forward_pass`, for `Vertical.backward`; None, with a
+        log line, if they can't take turns.
 
-        loss_of: the loss of the number of a micro-batch and what its forward returned. functions: where it may keep state.
+        loss_of: returns the loss for the number of a micro-batch and its output. functions: others that may keep state.
         goes_back: see `Vertical.forward`.
         """
-        config = self.resolved.config
-        alone = dist.get_world_size() == 1  # else each rank would see another figure
-        looks = alone and config.infinity.micro_batches_at_once == "auto" and self._looks_at_memory
+        vertical, config, schedule = self._vertical, self._parts.resolved.config, self._parts.resolved.schedule
+        is_only_rank = dist.get_world_size() == 1  # ranks would measure different amounts of memory
+        measures = is_only_rank and config.infinity.micro_batches_at_once == "auto" and self._parts.activations is None
         is_whole_step = config.infinity.micro_batches > 1 or len(calls) == config.batch.accumulation
 
         def loss_in_turn(micro_batch: int, turn: Turn) -> torch.Tensor:
@@ -85,37 +82,37 @@ class MicroBatches:
                 return turn.context.run(loss_of, micro_batch, turn.output)
 
         while True:
-            state = KeptState(self._module, self._vertical.groups, functions)
+            state = KeptState(self._parts.module, vertical.groups, functions)
             with forward_pass(micro_batches=len(calls)):
-                fits = self._vertical.forward(
+                fits = vertical.forward(
                     calls,
                     random,
                     state,
                     is_whole_step=is_whole_step,
                     goes_back=goes_back,
-                    memory=Memory(_memory_now, self._saved_bytes_max) if looks else None,
+                    memory=Memory(_memory_now, self._saved_bytes_max) if measures else None,
                 )
             if fits:
-                losses = self._vertical.losses(loss_in_turn)
+                losses = vertical.losses(loss_in_turn)
                 first = [next(losses)]
-                if self._vertical.accepts(state):
+                if vertical.accepts(state):
                     return _and_then(first, losses)
                 del first, losses
-            if (share := self._vertical.share_that_fits) is not None:
-                looks = False
+            if (share := vertical.share_that_fits) is not None:
+                measures = False
                 if self._takes_fewer(int(share * len(calls)), len(calls)):
                     return None
                 continue
-            if not self._vertical.once_more:
+            if not vertical.once_more:
                 break
-            if dist.get_rank() == 0 and (why := self._vertical.why_not_back):
-                log.info("the forwards of all micro-batches end before a backward begins, as %s", why)
-        why = f"the micro-batches of this model can't take turns: {self._vertical.why_not_now}"
-        if self.resolved.config.infinity.micro_batches > 1:
+            if dist.get_rank() == 0 and (why := vertical.why_not_back):
+                log.info("all forwards of a step end before its first backward: %s", why)
+        why = f"the micro-batches of this model can't take turns: {vertical.why_not_now}"
+        if config.infinity.micro_batches > 1:
             raise ConfigError(f"{why}; set infinity.micro_batches to 1, and gradient_accumulation_steps instead")
-        if self.resolved.schedule == "vertical":
+        if schedule == "vertical":
             raise ConfigError(f'{why}; set infinity.schedule to "auto" or "horizontal"')
-        if self._vertical.why_not is not None:
+        if vertical.why_not is not None:
             self._gave_up_vertical = True
             if dist.get_rank() == 0:
                 log.info('infinity.schedule "auto" is "horizontal" here: %s', why)
@@ -123,15 +120,15 @@ class MicroBatches:
 
     @property
     def _saved_bytes_max(self) -> int:
-        """What plain PyTorch would have in memory of states, or so little that it doesn't matter."""
-        numel: int = sum(p.numel() for p in self._module.parameters())
+        """Upper bound of saved activations: what plain PyTorch takes for states, but at least 1 GiB."""
+        numel: int = sum(p.numel() for p in self._parts.module.parameters())
         return max(_SAVED_BYTES, _PLAIN_STATE_BYTES * numel)
 
     def _takes_fewer(self, count: int, of: int) -> bool:
-        """Memory suffices for what `count` micro-batches save. Whether so many, or fewer, are at once from the next step on. If
-        all were asked for, the log tells what they take."""
-        why = self._vertical.why_not_now
-        if self.resolved.config.infinity.micro_batches > 1 or self.resolved.schedule == "vertical":
+        """Run fewer micro-batches at once from the next step on, as memory suffices for `count`. Returns False, with a log
+        line, if the config asks for all."""
+        why, resolved = self._vertical.why_not_now, self._parts.resolved
+        if resolved.config.infinity.micro_batches > 1 or resolved.schedule == "vertical":
             log.info(
                 "%d micro-batches at once: %s; activation checkpointing and infinity.offload_activations take less",
                 of,
@@ -145,15 +142,15 @@ class MicroBatches:
         return True
 
     def take(self, data_iter: Iterator[Any] | None, loader: Any) -> list[Any]:
-        """The micro-batches of a step: of `data_iter`, or where that is None of a data loader, epoch after epoch. Raises
-        StopIteration where there are not enough."""
+        """Return the micro-batches of a step from `data_iter`, or else from a data loader, epoch after epoch. Raises
+        StopIteration if there are not enough."""
         if data_iter is None:
             if loader is None:
                 raise ConfigError("train_batch needs data_iter, as initialize was given no training_data")
             data_iter = self._data = self._data or _epochs(loader)
         elif not hasattr(data_iter, "__next__"):
             raise TypeError(f"data_iter is a {type(data_iter).__name__}: make an iterator of it once, by iter(...)")
-        count = self.resolved.config.batch.accumulation
+        count = self._parts.resolved.config.batch.accumulation
         batches = list(itertools.islice(data_iter, count))
         if len(batches) < count:
             raise StopIteration(f"the data ended after {len(batches)} of the {count} micro-batches of a step")
@@ -164,24 +161,24 @@ class MicroBatches:
 
 
 def streams(count: int) -> list[RandomState]:
-    """Random numbers for so many micro-batches, the same in every schedule."""
+    """Return random numbers for each of `count` micro-batches, the same in every schedule."""
     seed = int(torch.randint(2**62, ()))
     return [RandomState.seeded(seed + number) for number in range(count)]
 
 
 def loss_of_call(forward: Callable[..., Any], batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """The loss of one micro-batch."""
+    """Return the loss of one micro-batch."""
     call = call_of(batch, loss_fn)
     return loss_in(forward(*call.args, **call.kwargs), batch, loss_fn)
 
 
 def _and_then(first: list[torch.Tensor], losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    yield first.pop()  # held by its user alone
+    yield first.pop()  # so that only the caller holds it
     yield from losses
 
 
 def call_of(batch: Any, loss_fn: LossFn | None) -> MicroBatch:
-    """What the model is called with for a micro-batch."""
+    """Return the arguments of the model for a micro-batch."""
     inputs = batch
     if loss_fn is not None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -193,7 +190,7 @@ def call_of(batch: Any, loss_fn: LossFn | None) -> MicroBatch:
 
 
 def loss_in(output: Any, batch: Any = None, loss_fn: LossFn | None = None) -> torch.Tensor:
-    """The loss in what the model returned."""
+    """Return the loss in the model's output."""
     if loss_fn is not None:
         loss = loss_fn(output, batch[1])
         if loss.numel() != 1:
@@ -224,7 +221,7 @@ def _memory_now() -> tuple[int | None, int]:
 
 
 def mean_over_ranks(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean (0-D, fp32) over these and those of the other ranks."""
+    """Return the mean (0-D, fp32) of these losses and those of the other ranks."""
     mean = torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
     if dist.get_world_size() > 1:
         dist.all_reduce(mean)
@@ -233,7 +230,7 @@ def mean_over_ranks(losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _epochs(loader: Any) -> Iterator[Any]:
-    """The batches of a data loader, epoch after epoch, each in an order of its own."""
+    """Yield the batches of a data loader, epoch after epoch, each in its own order; end if it is empty."""
     for epoch in itertools.count():
         sampler: Any = getattr(loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):

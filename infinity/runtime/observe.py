@@ -1,4 +1,4 @@
-"""How far a training is, and what its steps took: seconds, bytes and waiting. Training thread only."""
+"""Progress of a training, and measurements of its steps: seconds, bytes and stalls. Training thread only."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ class StepProgress:
 
     accumulation: int
     global_steps: int = 0
-    """Steps of the training, skipped ones included."""
+    """Steps of the training, including skipped ones."""
     skipped_steps: int = 0
-    """Steps in which nothing was updated, because an fp16 gradient overflowed."""
+    """Steps that updated nothing, because an fp16 gradient overflowed."""
     micro_steps: int = 0
-    """Backward passes of this run that ended, those of the step that is due included."""
+    """Finished backward passes, including those of the current step."""
     boundary: bool | None = None
-    """Whether a step is due, as the user said so; None where `accumulation` says it."""
+    """True or False if the user set it: a step is due, or not; None if `accumulation` determines it."""
     keeps_losses: bool = False
-    """Whether somebody wants to know the loss of a step."""
+    """True if `step_losses` are kept."""
     step_losses: Sequence[torch.Tensor] = ()
-    """Of this rank's micro-batches in the last step (0-D, fp32, on the device), each divided as its gradient was: their sum is
-    the mean. Empty where nobody wants to know."""
+    """Losses of this rank's micro-batches in the last step (0-D, fp32, on the device), divided as their gradients were: their
+    sum is the mean."""
     _micro_steps_before: int = 0
-    """`micro_steps` when the last step ended."""
+    """`micro_steps` at the end of the last step."""
     _counted_from: int = 0
     """`micro_steps` when `accumulation` was set."""
     _losses: list[torch.Tensor] = field(default_factory=list)
-    """The same of the step that is due."""
+    """As `step_losses`, of the current step."""
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a backward pass of the step that is due has ended."""
+        """True after the first backward pass of a step."""
         return self.micro_steps != self._micro_steps_before
 
     def ends_a_step(self, micro_steps: int) -> bool:
-        """Whether a step is due after so many micro-batches."""
+        """Return True if a step is due after this many micro-batches."""
         if self.boundary is not None:
             return self.boundary
         counted = micro_steps - self._counted_from
         return counted > 0 and counted % self.accumulation == 0
 
     def accumulate(self, accumulation: int) -> None:
-        """From the step that is due on, so many micro-batches make a step."""
+        """Set the number of micro-batches per step, from the current step on."""
         self.accumulation, self._counted_from = accumulation, self.micro_steps
 
     def end_backward(self, losses: Sequence[torch.Tensor]) -> None:
-        """The backward passes of micro-batches with these losses ended, each divided as its gradient was."""
+        """Count the backward passes of micro-batches with these losses, divided as their gradients were."""
         self.micro_steps += len(losses)
         if self.keeps_losses:
             self._losses += [loss.float().reshape(()) for loss in losses]
 
     def end_step(self) -> None:
-        """A step was taken, or skipped."""
+        """Count a step that was taken or skipped."""
         self.global_steps += 1
         self.boundary = None
         self._micro_steps_before = self.micro_steps
         self.step_losses, self._losses = self._losses, []
 
-    def begin_step_anew(self) -> None:
-        """The gradients of the step that is due were dropped: it begins with its first micro-batch again."""
+    def restart_step(self) -> None:
+        """Begin the current step again: its gradients were dropped."""
         self.micro_steps, self.boundary = self._micro_steps_before, None
         self._losses.clear()
 
-    def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
-        """A training goes on that has taken so many steps; its next one begins."""
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        """Continue a training after this many steps."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
         self.micro_steps = self._micro_steps_before = self._counted_from = global_steps * self.accumulation
         self._losses.clear()
@@ -83,10 +83,8 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the last step took: seconds from the end of the step before it, bytes to and from NVMe, and waiting.
-
-    stall_seconds: time the training thread stood waiting for NVMe.
-    """
+    """Measurements of the last step, from the end of the one before: seconds, bytes to and from NVMe, and seconds that the
+    training thread waited for NVMe."""
 
     seconds: float
     read_bytes: int
@@ -102,14 +100,13 @@ class StepMeter:
         self.restart()
 
     def restart(self) -> None:
-        """The next step's seconds and bytes count from now."""
-        self._mark = self._counters()
+        """Measure the next step from now."""
+        self._before = self._counters()
 
     def end_step(self) -> EngineStats:
-        """What was taken since the last step's end, or since `restart`."""
-        now = self._counters()
-        seconds, read, written, stall = (b - a for a, b in zip(self._mark, now, strict=True))
-        self._mark = now
+        """Return the measurements since the last step's end, or since `restart`."""
+        before, self._before = self._before, self._counters()
+        seconds, read, written, stall = (b - a for a, b in zip(before, self._before, strict=True))
         return EngineStats(float(seconds), int(read), int(written), float(stall))
 
     def _counters(self) -> tuple[float, int, int, float]:
@@ -120,10 +117,8 @@ class StepMeter:
 
 
 class WallClock:
-    """Seconds of each part, of a micro-batch and of a whole step, printed as DeepSpeed prints them.
-
-    Waits for the device around each part, so it costs time.
-    """
+    """Seconds of each part of a micro-batch and of a whole step, printed in DeepSpeed's format. Costs time, because it waits
+    for the device at both ends of each part."""
 
     def __init__(self) -> None:
         self._micro = dict.fromkeys(PARTS, 0.0)
@@ -131,7 +126,7 @@ class WallClock:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Count what happens in the block for `part`."""
+        """Add the time of the block to `part`."""
         started = now()
         yield
         seconds = now() - started
@@ -139,20 +134,16 @@ class WallClock:
         self._whole[part] += seconds
 
     def report(self, *, stepped: bool) -> None:
-        """Print what a micro-batch took, and where a step ended, what all of them took together; both start over."""
-        self._print(self._micro, "_microstep")
-        if stepped:
-            self._print(self._whole, "")
-
-    def _print(self, seconds: dict[str, float], suffix: str) -> None:
-        parts = [f"{part}{suffix}: {1e3 * seconds[part]:.2f}" for part in PARTS]
-        if dist.get_rank() == 0:
-            print(" | ".join(("time (ms)", *parts)), flush=True)
-        seconds.update(dict.fromkeys(PARTS, 0.0))
+        """Print and reset the times of a micro-batch and, if a step ended, of all its micro-batches together."""
+        for seconds, suffix in [(self._micro, "_microstep"), (self._whole, "")][: 1 + stepped]:
+            parts = [f"{part}{suffix}: {1e3 * seconds[part]:.2f}" for part in PARTS]
+            if dist.get_rank() == 0:
+                print(" | ".join(("time (ms)", *parts)), flush=True)
+            seconds.update(dict.fromkeys(PARTS, 0.0))
 
 
 def now() -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """Return a clock's seconds, after the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,6 +1,6 @@
-"""The optimizer over a sharded model, paged where the model is, and the schedule that moves its learning rate.
+"""Makes the optimizer over a sharded or paged model, and the schedule of its learning rate.
 
-An optimizer or a schedule may come from the config or from the caller, made or as a function that makes it.
+Both may come from the config or from the caller, as an object or as a function that makes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Groups = list[tuple[dict[str, Any], list[str]]]
 
 
 def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any) -> Groups:
-    """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
+    """Return the groups of trained parameters by name, because sharding replaces the parameter objects."""
     names = parameter_names(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         source: list[Any] = optimizer.param_groups
@@ -57,7 +57,7 @@ def make_early(
     given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """The caller's optimizer over the model as it is before it is sharded: what has its state paged must be known by then."""
+    """Return the caller's optimizer over the unsharded model, because paging must know its state before sharding."""
     if given is None or isinstance(given, torch.optim.Optimizer):
         return given
     named: dict[str, nn.Parameter] = parameters_by_name(model)
@@ -66,7 +66,7 @@ def make_early(
 
 
 def split_for_muon(groups: Groups, model: nn.Module, chosen: MuonConfig, *, fused: bool | None) -> Groups:
-    """Parameter groups of what Muon updates, and of what AdamW does, from such that may say so by `use_muon`."""
+    """Split groups into those for Muon and for AdamW, by their `use_muon` if given."""
     parameters = parameters_by_name(model)
     common = {"weight_decay": chosen.weight_decay}
     matrices = chosen.model_dump(include={"momentum", "nesterov", "ns_steps", "adjust_lr_fn"}) | common
@@ -85,14 +85,15 @@ def split_for_muon(groups: Groups, model: nn.Module, chosen: MuonConfig, *, fuse
 
 
 def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Groups) -> Stepper | None:
-    """What steps the pieces of a paged model; None where that is the kernel for Adam and AdamW.
+    """Return the stepper for pieces of a paged model; None for Adam and AdamW, which have a kernel.
 
     Raises ConfigError for an optimizer that has stepped, and for one that can't be paged.
     """
     if given is None:
         if not isinstance(config.optimizer, SGDConfig):
             return None
-        return Stepper(torch.optim.SGD([stand_in(settings) for settings, _ in groups], **_sgd(config.optimizer)))
+        stands_in = [stand_in(settings) for settings, _ in groups]
+        return Stepper(torch.optim.SGD(stands_in, **config.optimizer.model_dump(exclude={"type"})))
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise ConfigError(_HAS_STEPPED)
     if isinstance(given, getattr(torch.optim, "Muon", ())):
@@ -106,15 +107,6 @@ def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Gro
     return Stepper(given)
 
 
-def check_moments_dtype(config: Config, stepper: Stepper | None) -> None:
-    """Raise ConfigError where moments are to be small, and what steps isn't our Adam."""
-    if config.infinity.moments_dtype != "fp32" and stepper is not None:
-        raise ConfigError(
-            f"infinity.moments_dtype {config.infinity.moments_dtype} is for Adam and AdamW alone: leave it out for "
-            f"{stepper.kind}"
-        )
-
-
 def make_optimizer(
     model: nn.Module,
     config: Config,
@@ -123,10 +115,8 @@ def make_optimizer(
     swap: SwapManager | None,
     stepper: Stepper | None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters: the caller's, made to hold them, or the config's; paged where `swap` is.
-
-    Raises ConfigError for one that has stepped.
-    """
+    """Return the caller's optimizer or the config's, over the sharded parameters; paged with `swap`. Raises ConfigError for one
+    that has stepped."""
     parameters = parameters_by_name(model)
     regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
     if stepper is not None:
@@ -147,27 +137,22 @@ def make_optimizer(
         made: torch.optim.Optimizer = given(regrouped)
         return made
     if isinstance(config.optimizer, SGDConfig):
-        return torch.optim.SGD(regrouped, **_sgd(config.optimizer))
+        return torch.optim.SGD(regrouped, **config.optimizer.model_dump(exclude={"type"}))
     return torch.optim.Adam(regrouped, **_adam(config))
 
 
 def _adam(config: Config) -> dict[str, Any]:
-    """Arguments of torch.optim.Adam; those of a model that is only run are never used."""
+    """Return arguments of torch.optim.Adam; defaults for a model that is only run."""
     chosen = config.optimizer if isinstance(config.optimizer, AdamConfig) else AdamConfig()
     settings = chosen.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     return settings | {"fused": config.infinity.fused, "decoupled_weight_decay": chosen.type == "AdamW"}
-
-
-def _sgd(chosen: SGDConfig) -> dict[str, Any]:
-    """Arguments of torch.optim.SGD."""
-    return chosen.model_dump(exclude={"type"})
 
 
 _HAS_STEPPED = "pass an optimizer that has not stepped yet; its state can't follow the parameters"
 
 
 def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, before: Any) -> Any:
-    """The caller's schedule, made to move `optimizer` where it was made for the one `before` it, or the config's."""
+    """Return the caller's schedule or the config's. One made for the optimizer `before` is changed to move `optimizer`."""
     if given is None:
         return make_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
     if callable(given) and not hasattr(given, "step"):
@@ -185,10 +170,10 @@ def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, 
 
 
 def rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let a made schedule, and those that it is made of, move `optimizer` instead of the one they were made for."""
+    """Make a schedule, and those inside it, move `optimizer` instead of the one they were made for."""
     for part in getattr(schedule, "_schedulers", ()):
         rebind(part, optimizer)
-    ConstantLR(optimizer, factor=1.0, total_iters=0)  # torch's mark on an optimizer with a schedule; changes no rate
+    ConstantLR(optimizer, factor=1.0, total_iters=0)  # marks the optimizer as having a schedule; changes no rate
     schedule.optimizer = optimizer
 
 

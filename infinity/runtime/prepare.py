@@ -1,4 +1,4 @@
-"""A model from what the user built to what is sharded, paged and has its values."""
+"""Checks, shards and pages the model that the user built, and gives it its values."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from infinity.fsdp2.adapters import check_adapters, left_to_model
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.experts import expert_modules, routed_experts, split_experts
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
+from infinity.fsdp2.gathered import remember_sharded
 from infinity.fsdp2.guarded import carry_hooks, guard
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import fingerprint, load_weights, stored_names
@@ -47,19 +48,19 @@ log = logging.getLogger("infinity")
 
 
 def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None) -> None:
-    """Raise ConfigError or CheckpointError for a model, or weights, that can't be taken."""
+    """Raise ConfigError or CheckpointError for an unsupported model, or unsupported weights."""
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
     if is_sharded(model):
         raise ConfigError(
-            "the model is sharded already, by fully_shard or by an earlier initialize: build it anew and pass that; a model "
-            "that you shard yourself is paged with SwapManager.page(model)"
+            "the model is sharded already, by fully_shard or by an earlier initialize: pass a newly built one; to page a model "
+            "that you shard yourself, call SwapManager.page(model)"
         )
     for parameter, names in parameter_names(model).items():
         if not parameter.is_contiguous():
             raise ConfigError(
-                f"parameter {names[0]} has strides {parameter.stride()} at shape {tuple(parameter.shape)}, and is sharded by "
-                "rows that lie one behind the other: make it contiguous (p.data = p.data.contiguous()) before initialize"
+                f"parameter {names[0]} has strides {parameter.stride()} at shape {tuple(parameter.shape)}, and sharding needs "
+                "contiguous rows: make it contiguous (p.data = p.data.contiguous()) before initialize"
             )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
@@ -73,8 +74,7 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
 
 
 def check_alike(model: nn.Module, weights: str | os.PathLike[str] | None) -> None:
-    """Raise ConfigError, on all ranks, where one has built another model than the first rank, or finds other files under
-    `weights`. A collective."""
+    """Raise ConfigError, on all ranks, if one rank's model or files of `weights` differ from the first rank's. A collective."""
     with raise_on_all_ranks():
         tensors = [*model.named_parameters(), *model.named_buffers()]
         built = {name: (tuple(t.shape), str(t.dtype), t.is_meta, t.requires_grad) for name, t in tensors}
@@ -93,8 +93,8 @@ def check_alike(model: nn.Module, weights: str | os.PathLike[str] | None) -> Non
             )
         if files != first_files:
             raise ConfigError(
-                f"the files of weights={os.fspath(weights or '')!r} differ from those that rank 0 finds there: copy the same "
-                "files to every host"
+                f"the files of weights={os.fspath(weights or '')!r} differ from those of rank 0: copy the same files to every "
+                "host"
             )
 
 
@@ -108,8 +108,8 @@ def _described(built: tuple[tuple[int, ...], str, bool, bool] | None) -> str:
 
 @contextmanager
 def drawing_alike() -> Iterator[None]:
-    """Around what draws first values: all ranks draw those of the first rank, as each keeps its rows of them. A rank that was
-    seeded otherwise has its own random numbers back after it. A collective at its beginning."""
+    """Draw initial values in the block as the first rank does, because each rank keeps its rows of them. A rank with another
+    seed then continues with its own random numbers. A collective at its beginning."""
     here, first = RandomState.now(), from_first_rank(RandomState.now())
     with nullcontext() if torch.equal(here.cpu, first.cpu) else first.within():
         yield
@@ -122,10 +122,10 @@ def shard_and_page(
     weights: str | os.PathLike[str] | None,
     undo: ExitStack,
 ) -> tuple[Resolved, SwapManager | None, LiveParameters | None, Activations | None]:
-    """fully_shard each group and the root; hand what is offloaded to a swap manager; set what stays gathered.
+    """Shard each group and the root, page what is offloaded, and decide what stays gathered.
 
-    What can be known to be too small is refused before the model is sharded, which can't be undone. Returns `resolved` with the
-    update timing that there is room for.
+    Raises for memory or space that is too small before the model is sharded, which can't be undone. Returns `resolved` with the
+    update timing for which there is room.
     """
     mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
@@ -157,7 +157,7 @@ def shard_and_page(
         second = second_slot_bytes(paging.paged.layout, paging.options)
         if second and run is None:
             notes.append(
-                f"updates are made in the backward, ahead of the step, in {format_bytes(second)} more on NVMe (infinity.update)"
+                f"speculative updates in the backward use {format_bytes(second)} more NVMe space (infinity.update)"
             )
     else:
         name_parameters(model)
@@ -175,6 +175,7 @@ def shard_and_page(
     if dist.get_rank() == 0:
         for note in [*notes, *activation_notes, *resolved.notes]:
             log.info(note)
+    remember_sharded(model)
     return resolved, swap, live, activations
 
 
@@ -185,8 +186,8 @@ def _fit(
     swap: SwapManager,
     weights: str | os.PathLike[str] | None,
 ) -> tuple[Resolved, list[str]]:
-    """Raise what `SwapManager.page` would for want of memory or space; where nobody asked for speculative updates, do without
-    them if they lack space or effect, on all ranks if on one. A collective."""
+    """Raise as `SwapManager.page` if memory or space is too small. Speculative updates that the config does not ask for are
+    switched off instead, on all ranks if on one, if they lack space or effect. A collective."""
     assert resolved.paging is not None
     check = partial(
         swap.check_fits, model, wrap, ranks=resolved.shard_ranks, dtype=resolved.compute_dtype, weights=weights
@@ -213,7 +214,7 @@ def _fit(
 
 
 def _make_mesh(shard_ranks: int) -> DeviceMesh:
-    """All ranks in one dimension; or copies of the model by the ranks that one copy is sharded over."""
+    """Return a mesh of all ranks; with several copies of the model, of copies by the ranks of one copy."""
     kind, ranks = compute_device().type, dist.get_world_size()
     if shard_ranks == ranks:
         return init_device_mesh(kind, (ranks,))
@@ -221,8 +222,8 @@ def _make_mesh(shard_ranks: int) -> DeviceMesh:
 
 
 def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
-    """fully_shard each of `wrap` and the root, over fp32 masters with the values of the first rank. One group after another is
-    on the device as a whole; what is paged leaves it at once, so that the model may be larger than its memory."""
+    """Apply fully_shard to each of `wrap` and the root, over fp32 masters with the values of the first rank. One group at a
+    time is on the device; paged groups leave it at once, so that the model may be larger than its memory."""
     model.float()
     hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
     take_from_first_rank(model.buffers(), compute_device())
@@ -230,12 +231,8 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
         unsharded = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
         take_from_first_rank(unsharded, compute_device())
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=resolved.mixed_precision,
-            reshard_after_forward=reshard_after_forward,
-        )
+        policy = resolved.mixed_precision
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if resolved.paging is not None and mesh.device_type != "cpu":
             module._apply(lambda t: t.cpu() if isinstance(t, DTensor) and not t.is_meta else t)
 
@@ -274,9 +271,9 @@ def give_values(
     init_fn: InitFn | None,
     unpaged_state: dict[str, Any] | None,
 ) -> None:
-    """Fill what was built on the meta device; set everything from `weights` where they are given.
+    """Initialise what was built on the meta device; set everything from `weights` if given.
 
-    `unpaged_state`: what a commit holds that is gone on from; then parameters and buffers that are in it are left to that.
+    unpaged_state: state of the commit from which the run resumes; then its parameters and buffers are left alone.
     """
     device = compute_device()
     if swap is not None:
@@ -284,7 +281,7 @@ def give_values(
     else:
         blank = meta_parameters(model)
         if blank:
-            _allocate(model, compute_device())
+            _allocate(model, device)
     if unpaged_state is not None:
         initialize_values(model, set(), device, init_fn, frozenset(unpaged_state["buffers"]))
     elif blank and weights is None:
@@ -300,7 +297,7 @@ def give_values(
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the shards of a model that are on the meta device, buffers aside."""
+    """Allocate the shards that are on the meta device, but no buffers."""
     buffers = {module: dict(module._buffers) for module in model.modules()}
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     for module, real in buffers.items():

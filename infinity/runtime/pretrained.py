@@ -1,10 +1,8 @@
-"""`save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included, also of
-a model of PEFT that is in another module.
+"""`save_pretrained` for Hugging Face and PEFT models whose parameters are sharded or paged.
 
-Hugging Face's function looks at a whole state dict at once, by the memory of its tensors, and paged tensors have none. So the
-values are written first: a model's to safetensors in a folder inside the one that is saved to, in the dtype of compute, in
-pieces; an adapter's, which are few, to host memory in fp32. Then Hugging Face's function runs on rank 0 over those. A model's
-are mapped into memory, not read, and it writes one file at a time, with all that it does to names, ties and layouts.
+Hugging Face's function needs a whole state dict with memory, which paged tensors lack. So the values are first written in the
+compute dtype to safetensors in a temporary folder inside the target, group by group, and mapped into memory. (Adapters, which
+are small, are copied to host memory in fp32.) Then rank 0 runs Hugging Face's function on these tensors, one file at a time.
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ from infinity.runtime.engine import Engine
 
 
 def save_as_pretrained(engine: Engine) -> None:
-    """Let `engine.module.save_pretrained`, where the module has one, save what the engine trains, and so that of models of PEFT
-    in it. A collective from then on.
+    """Make `save_pretrained` of the engine's module, and of PEFT models in it, save the trained values. A collective then.
 
-    Its arguments stay what they are; files have at most 2 GiB unless `max_shard_size` says otherwise, and `state_dict=` is
-    written as it is.
+    Its arguments are unchanged, but files have at most 2 GiB by default (`max_shard_size`). `state_dict=` is written as given.
     """
     of_peft = [model for model in models_with_adapters(engine.module).values() if _is_of_peft(model)]
     for module in dict.fromkeys([engine.module, *of_peft]):
@@ -76,7 +72,10 @@ def _save(
     work: WorkFolder | None = None
     with raise_on_all_ranks():
         if writes:
-            work = _make_work_folder(folder)
+            try:
+                work = WorkFolder.make(folder, SINGLE)
+            except OSError as error:
+                raise CheckpointError(f"{folder} can't be written to ({error.strerror}): name another folder") from None
     staged = work.new if work is not None else folder
     try:
         engine.save_16bit_model(staged)
@@ -90,7 +89,7 @@ def _save(
 
 
 def _save_state_dict(save: Any, module: nn.Module, folder: Any, *, state_dict: Any, **arguments: Any) -> None:
-    """With a function that takes no state dict, as that of diffusers, but asks the module."""
+    """Save by a function without a `state_dict` argument, as that of diffusers, which calls the module's."""
     before = {name: value for name, value in vars(module).items() if name == "state_dict"}
     vars(module)["state_dict"] = lambda *args, **kwargs: state_dict
     try:
@@ -100,15 +99,8 @@ def _save_state_dict(save: Any, module: nn.Module, folder: Any, *, state_dict: A
         vars(module).update(before)
 
 
-def _make_work_folder(folder: Path) -> WorkFolder:
-    try:
-        return WorkFolder.make(folder, SINGLE)
-    except OSError as error:
-        raise CheckpointError(f"{folder} can't be written to ({error.strerror}): name another folder") from None
-
-
 def _mapped(module: nn.Module, staged: Path) -> dict[str, torch.Tensor]:
-    """The tensors of all files, under all of their names in the model."""
+    """Return the tensors of all files, under all of their names in the model."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(staged.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -119,7 +111,7 @@ def _mapped(module: nn.Module, staged: Path) -> dict[str, torch.Tensor]:
 
 
 def _describe(module: Any, folder: Path, engine: Engine) -> None:
-    """The dtype that is stored; Hugging Face's own takes the masters' for it."""
+    """Write the stored dtype to the config, for which Hugging Face takes that of the masters."""
     if not hasattr(getattr(module, "config", None), "save_pretrained"):
         return  # no model of transformers
     dtype_16 = torch.float16 if engine.fp16_enabled() else torch.bfloat16
@@ -132,10 +124,9 @@ def _is_of_peft(module: nn.Module) -> bool:
 
 
 def _adapters(engine: Engine, module: nn.Module, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What PEFT takes from the state dict of a model of its own, whole; everything else of it on the meta device."""
-    with raise_on_all_ranks():
-        engine._guard.check_whole()
-    reshard(engine.module)
+    """Return a state dict in which the tensors that PEFT saves are whole, and all others are on the meta device."""
+    with engine._guard.reading():
+        reshard(engine.module)
     parameters = {name: p for p, names in parameter_names(module).items() for name in names}
     state: dict[str, torch.Tensor] = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
     state |= {name: b for b, names in buffer_names(module, persistent=True).items() for name in names}
@@ -146,7 +137,7 @@ def _adapters(engine: Engine, module: nn.Module, arguments: dict[str, Any]) -> d
 
 
 def _taken(module: Any, state: dict[str, torch.Tensor], arguments: dict[str, Any]) -> set[str]:
-    """The names that PEFT takes from `state`."""
+    """Return the names that PEFT takes from `state`."""
     from peft import get_peft_model_state_dict
 
     options = {key: arguments[key] for key in ("save_embedding_layers",) if key in arguments}

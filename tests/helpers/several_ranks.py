@@ -103,7 +103,7 @@ def failing_alone(folder: Path) -> None:
         {name: value + (rank if name == "1.1.weight" else 0) for name, value in model().state_dict().items()},
         own / "file",
     )
-    told(infinity.ConfigError, "differ from those that rank 0 finds", lambda: start(folder, weights=own / "file"))
+    told(infinity.ConfigError, "differ from those of rank 0", lambda: start(folder, weights=own / "file"))
 
     sharded = model()
     fully_shard(sharded)

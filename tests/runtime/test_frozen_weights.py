@@ -313,7 +313,7 @@ def test_an_arena_checkpoint_is_refused_unless_the_config_names_it(nvme_path: Pa
     weights = adapted.save(nvme_path / "weights", case)
     with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
         adapted.train(engine, case)
-        with pytest.raises(ConfigError, match=r"frozen weights rest in files of yours"):
+        with pytest.raises(ConfigError, match=r"frozen weights stay in files of yours"):
             engine.save_checkpoint(str(tmp_path), format="arena")
     with adapted.make(case, weights, str(nvme_path / "swap"), checkpoint_format="arena") as engine:
         adapted.train(engine, case)

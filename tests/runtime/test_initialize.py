@@ -135,13 +135,13 @@ def test_not_enough_space_is_told_in_gib_before_training(nvme_path: Path, monkey
 @pytest.mark.parametrize(
     ("free_mib", "own", "update", "told"),
     [
-        (40, {}, "backward", "ahead of the step, in 9.59 MiB more on NVMe"),
+        (40, {}, "backward", "speculative updates in the backward use 9.59 MiB more NVMe space"),
         (36, {"durability": "step"}, "backward", None),
         (31, {}, "forward", '"auto" is "forward" here: .* 31.17 MiB are needed on .*, where 31.00 MiB are free'),
         (40, {"host_cache_bytes": "2MiB"}, "forward", None),
         (40, {"gradient_bytes_max": 0}, "forward", None),
         (40, {"keep_grad": True}, "forward", None),
-        (24, {"update": "backward"}, "backward", "ahead of the step, in 9.59 MiB more on NVMe"),
+        (24, {"update": "backward"}, "backward", "speculative updates in the backward use 9.59 MiB more NVMe space"),
     ],
     ids=str,
 )
@@ -164,7 +164,7 @@ def test_auto_updates_ahead_of_a_step_that_clips_where_it_can_and_there_is_space
         assert (options.update, options.speculative) == (update, update == "backward")
         engine.backward(engine(torch.ones(2, 512)).float().square().mean())
         engine.step()
-    lines = [line for line in caplog.text.splitlines() if "ahead of the step" in line or '"auto" is' in line]
+    lines = [line for line in caplog.text.splitlines() if "speculative updates" in line or '"auto" is' in line]
     assert [bool(re.search(told or "", line)) for line in lines] == [True] * (told is not None)
 
 
@@ -230,7 +230,7 @@ def test_a_model_that_is_sharded_already(nvme_path: Path) -> None:
     once = model()
     engine, *_ = infinity.initialize(model=once, config=config(nvme_path))
     with engine:
-        refused(infinity.ConfigError, r"sharded already.*build it anew", config(nvme_path), model=once)
+        refused(infinity.ConfigError, r"sharded already.*newly built", config(nvme_path), model=once)
         one_step(engine)
 
 

@@ -485,17 +485,17 @@ def test_a_checkpoint_of_muon_goes_on_in_memory_and_on_nvme(saved_in: str, nvme_
 @pytest.mark.parametrize(
     ("kind", "where", "value", "why"),
     [
-        ("SGD", "nvme", "bf16", r"moments_dtype bf16 is for Adam and AdamW alone: leave it out for SGD"),
+        ("SGD", "nvme", "bf16", r"moments_dtype bf16 is only for Adam and AdamW: leave it out for SGD"),
         (
             "Muon",
             "nvme",
             "bf16",
             r"for the two moments of Adam and AdamW, .* keeps exp_avg and .* momentum",
         ),
-        ("SGD", "nvme", "8bit", r"moments_dtype 8bit is for Adam and AdamW alone: leave it out for SGD"),
+        ("SGD", "nvme", "8bit", r"moments_dtype 8bit is only for Adam and AdamW: leave it out for SGD"),
         ("AdamW", "none", "bf16", r"set offload_optimizer to nvme or cpu, or leave"),
         ("AdamW", "nvme", "fp16", r"infinity\.moments_dtype: got .fp16., expected one of fp32, bf16, 8bit"),
-        ("RAdam", "nvme", "bf16", r"alone: leave it out for RAdam"),
+        ("RAdam", "nvme", "bf16", r"only for Adam and AdamW: leave it out for RAdam"),
     ],
 )
 def test_small_moments_are_adam_s_on_nvme(kind: str, where: str, value: str, why: str, nvme_path: Path) -> None:
