@@ -63,7 +63,6 @@ class Checkpoints:
         self.finish()
         with raise_on_all_ranks():
             self._guard.check_between_steps()
-            self._guard.check_whole()
         parts.updater.init_state()
         parts.commits.make()
         if swap is not None:

@@ -203,11 +203,13 @@ class DeepSpeedSurface:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """Return a loader as `initialize(training_data=...)` does; in the dataset's order if `route` isn't "train"."""
-        return make_loader(
+        """Return a loader of this rank's share of a dataset, as `initialize(training_data=...)` does: in DeepSpeed's random
+        order if `route` is "train", else in the dataset's."""
+        if data_sampler is None and hasattr(dataset, "__getitem__"):
+            data_sampler = DistributedSampler(dataset, shuffle=route == "train")
+        return DataLoader(
             dataset,
-            batch_size or self.train_micro_batch_size_per_gpu(),
-            shuffled=route == "train",
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             sampler=data_sampler,
             collate_fn=collate_fn,
             drop_last=self.config.dataloader_drop_last,
@@ -416,26 +418,3 @@ class DeepSpeedSurface:
     ) -> dict[str, torch.Tensor] | None:
         """Return the whole model in the compute dtype, in host memory of rank 0; None on other ranks. A collective."""
         return self._checkpoints.consolidated_16bit(exclude_frozen=exclude_frozen_parameters)
-
-
-def make_loader(
-    data: Any,
-    batch_size: int,
-    *,
-    shuffled: bool = True,
-    sampler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    drop_last: bool = False,
-    num_workers: int = 0,
-) -> DataLoader[Any]:
-    """Return a loader of this rank's share of a dataset, if `shuffled` in DeepSpeed's order."""
-    if sampler is None and hasattr(data, "__getitem__"):
-        sampler = DistributedSampler(data, shuffle=shuffled)
-    return DataLoader(
-        data,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        num_workers=num_workers,
-    )

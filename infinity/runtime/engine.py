@@ -58,10 +58,11 @@ class Engine(DeepSpeedSurface):
     `gradient_accumulation_steps` of them. `module` is the sharded model.
     """
 
-    def __init__(self, parts: Parts, training_dataloader: Any, on_close: Callable[[], None]) -> None:
+    training_dataloader: Any = None
+
+    def __init__(self, parts: Parts, on_close: Callable[[], None]) -> None:
         self.module = module = parts.module
         self.optimizer = parts.optimizer
-        self.training_dataloader = training_dataloader
         self.config = config = parts.resolved.config
         self.swap = parts.swap
         """The swap manager that holds the model; None if nothing is offloaded."""
@@ -482,7 +483,6 @@ class Engine(DeepSpeedSurface):
             self.peers.check()
             with raise_on_all_ranks():
                 self._guard.check_between_steps()
-                self._guard.check_whole()
             before, self.client_state = self.client_state, self.client_state if client_state is None else client_state
             try:
                 self._note_commit()

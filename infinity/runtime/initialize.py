@@ -27,7 +27,6 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_log
-from infinity.runtime.deepspeed_surface import make_loader
 from infinity.runtime.engine import Engine
 from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
@@ -133,10 +132,6 @@ def initialize(
             give_values(model, resolved, swap, weights, init_fn, unpaged_state)
             made = make_optimizer(model, asked.config, asked.optimizer, asked.groups, swap, asked.stepper)
             schedule = make_schedule(asked.config, lr_scheduler, made, asked.optimizer)
-            loader = None
-            if training_data is not None:
-                last = asked.config.dataloader_drop_last
-                loader = make_loader(training_data, asked.config.batch.micro, collate_fn=collate_fn, drop_last=last)
         parts = Parts(
             module=model,
             optimizer=made,
@@ -149,16 +144,18 @@ def initialize(
             routes=routes,
             peers=peers,
         )
-        engine = Engine(parts, loader, close_group)
+        engine = Engine(parts, close_group)
         save_as_pretrained(engine)
         with raise_on_all_ranks():
+            if training_data is not None:
+                engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
             if unpaged_state is not None:
                 engine.resume(unpaged_state)
             monitors = make_monitors(asked.config)
             undo.callback(monitors.close)
             engine.report_to(monitors)
         undo.pop_all()
-    return engine, made if resolved.trains else None, loader, schedule
+    return engine, made if resolved.trains else None, engine.training_dataloader, schedule
 
 
 class _Asked(NamedTuple):

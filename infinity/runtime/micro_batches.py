@@ -50,8 +50,8 @@ class MicroBatches:
     def at_once(self) -> int:
         """Number of micro-batches of this step that take turns; 1 if they run one after the other."""
         resolved = self._parts.resolved
-        may = resolved.paging is not None and not self._gave_up_vertical
-        if resolved.schedule == "vertical" or (resolved.schedule == "auto" and may):
+        schedule, may = resolved.config.infinity.schedule, resolved.paging is not None and not self._gave_up_vertical
+        if schedule == "vertical" or (schedule == "auto" and may):
             asked = resolved.config.micro_batches_at_once
             return next(k for k in range(self._most_at_once or asked, 0, -1) if asked % k == 0)
         return 1
@@ -72,7 +72,7 @@ class MicroBatches:
         loss_of: returns the loss for the number of a micro-batch and its output. functions: others that may keep state.
         goes_back: see `Vertical.forward`.
         """
-        vertical, config, schedule = self._vertical, self._parts.resolved.config, self._parts.resolved.schedule
+        vertical, config = self._vertical, self._parts.resolved.config
         is_only_rank = dist.get_world_size() == 1  # ranks would measure different amounts of memory
         measures = is_only_rank and config.infinity.micro_batches_at_once == "auto" and self._parts.activations is None
         is_whole_step = config.infinity.micro_batches > 1 or len(calls) == config.batch.accumulation
@@ -110,7 +110,7 @@ class MicroBatches:
         why = f"the micro-batches of this model can't take turns: {vertical.why_not_now}"
         if config.infinity.micro_batches > 1:
             raise ConfigError(f"{why}; set infinity.micro_batches to 1, and gradient_accumulation_steps instead")
-        if schedule == "vertical":
+        if config.infinity.schedule == "vertical":
             raise ConfigError(f'{why}; set infinity.schedule to "auto" or "horizontal"')
         if vertical.why_not is not None:
             self._gave_up_vertical = True
@@ -127,8 +127,8 @@ class MicroBatches:
     def _takes_fewer(self, count: int, of: int) -> bool:
         """Run fewer micro-batches at once from the next step on, as memory suffices for `count`. Returns False, with a log
         line, if the config asks for all."""
-        why, resolved = self._vertical.why_not_now, self._parts.resolved
-        if resolved.config.infinity.micro_batches > 1 or resolved.schedule == "vertical":
+        why, infinity = self._vertical.why_not_now, self._parts.resolved.config.infinity
+        if infinity.micro_batches > 1 or infinity.schedule == "vertical":
             log.info(
                 "%d micro-batches at once: %s; activation checkpointing and infinity.offload_activations take less",
                 of,

@@ -236,7 +236,7 @@ class PassGuard:
     # Access to the values.
 
     def check_between_steps(self) -> None:
-        """Raise CheckpointError between a backward and its step, InfinityError if the values are torn."""
+        """Raise CheckpointError between a backward and its step, InfinityError if the values are not whole."""
         self.settle()
         self._parts.health.check_not_torn()
         if self.gradients is not Gradients.NONE:
@@ -244,6 +244,7 @@ class PassGuard:
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
                 f"that ends it, after every {self._progress.accumulation} of them"
             )
+        self._parts.health.check_whole()
 
     def check_may_sleep(self) -> None:
         """Raise InfinityError in the middle of a step, and if the values are not whole."""

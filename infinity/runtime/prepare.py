@@ -132,8 +132,9 @@ def shard_and_page(
     if resolved.compute_dtype is not torch.float32:
         keep_statistics_in_fp32(model)
     blocks = split_experts(model, stored_names(weights)) if weights is not None else 0
+    classes = resolved.config.infinity.wrap
     with raise_on_all_ranks():
-        wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)
+        wrap, outline, notes = choose_wrap(model, None if classes == "auto" else classes, resolved.live)
     wrap = [*(expert for expert in expert_modules(model) if expert not in wrap), *wrap]
     if blocks:
         notes.append(

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.activations.saved_tensors import ActivationOptions
 from infinity.config import Config, ZeroConfig
-from infinity.config.rules import Schedule
 from infinity.device import why_slow
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
@@ -39,10 +38,6 @@ class Resolved:
     """Number of ranks over which each copy of the model is sharded: a divisor of all."""
     reshard_after_forward: bool | int
     """As for `fully_shard`; a number of ranks keeps a second sharding from forward to backward."""
-    schedule: Schedule
-    """Order in which micro-batches pass through groups in `train_batch`."""
-    wrap: tuple[str, ...] | None
-    """Classes whose modules are groups; None finds the repeated blocks."""
     live: LiveOptions
     """Bounds of what is gathered at a time."""
     paging: PagingOptions | None
@@ -106,8 +101,6 @@ def resolve(
         trains=trains,
         shard_ranks=shard_ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
-        schedule=infinity.schedule,
-        wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
         paging=_paging_options(config, ranks, shard_ranks, numel, moments, matrices) if config.offloads else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
