@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any, Protocol
@@ -62,13 +62,9 @@ class ActivationStore(Protocol):
 class _InHost:
     buffer: HostBuffer
     copy_event: CopyEvent
-    nbytes: int
-    in_flight: InFlightCopy | None = field(default=None, repr=False)
-
-    @property
-    def last_event(self) -> CopyEvent:
-        """Event of the copy that was started last."""
-        return self.in_flight.copy_event if self.in_flight is not None else self.copy_event
+    """Event of the copy that was started last."""
+    in_flight: InFlightCopy | None = None
+    """The copy back, from its start until `fetch`."""
 
 
 class HostActivationStore:
@@ -82,15 +78,12 @@ class HostActivationStore:
     def try_put(self, tensor: torch.Tensor) -> _InHost | None:
         buffer = self._host_memory.try_lend(tensor.numel(), tensor.dtype)
         if buffer is None:
-            bytes_max = self._host_memory.bytes_max
-            if bytes_max is not None and not self._told:
+            if not self._told:
                 self._told = True
-                log.info(
-                    "saved activations fill their %s of host memory: further ones stay on the device",
-                    format_bytes(bytes_max),
-                )
+                size = format_bytes(self._host_memory.bytes_max or 0)
+                log.info("saved activations fill their %s of host memory: further ones stay on the device", size)
             return None
-        return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor), buffer.nbytes)
+        return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor))
 
     def start_fetch(self, items: Iterable[_InHost]) -> None:
         for item in islice(items, 1):  # a fetched item takes device memory
@@ -99,18 +92,17 @@ class HostActivationStore:
     def fetch(self, item: _InHost) -> torch.Tensor:
         self._start(item)
         assert item.in_flight is not None
-        tensor = item.in_flight.on_device()
-        item.copy_event, item.in_flight = item.in_flight.copy_event, None
+        tensor, item.in_flight = item.in_flight.on_device(), None
         return tensor if self._device.is_discrete else tensor.clone()
 
     def drop(self, item: _InHost) -> None:
-        item.last_event.wait()
+        item.copy_event.wait()
         item.in_flight = None
         item.buffer.give_back()
 
     def reset(self, items: Iterable[_InHost]) -> None:
         for item in items:
-            item.last_event.wait()
+            item.copy_event.wait()
         self._host_memory.reset()
 
     def trim(self) -> None:
@@ -122,7 +114,8 @@ class HostActivationStore:
     def _start(self, item: _InHost) -> None:
         if item.in_flight is None:
             item.copy_event.wait()
-            item.in_flight = self._device.start_h2d(item.buffer.tensor)
+            copy = self._device.start_h2d(item.buffer.tensor)
+            item.copy_event, item.in_flight = copy.copy_event, copy
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ import torch
 
 from infinity.aio import FreeRanges, PinnedSlab, near
 from infinity.device.staging import Device
-from infinity.units import PAGE_BYTES, align_up, format_bytes
+from infinity.units import PAGE_BYTES, align_up
 
 
 @dataclass(eq=False)
@@ -79,12 +79,9 @@ class HostBuffers:
         """Returned buffers (slab, offset, bytes) that are not free in the slab yet: see `_take_back`."""
 
     def lend(self, numel: int, dtype: torch.dtype) -> HostBuffer:
-        """Return memory for `numel` elements. Raises MemoryError if the machine or the bound has no more."""
+        """Return memory for `numel` elements. Raises MemoryError if the machine has no more. For buffers without a bound."""
         buffer = self.try_lend(numel, dtype)
-        if buffer is None:
-            raise MemoryError(
-                f"no room for {format_bytes(numel * dtype.itemsize)} in {self.bytes_max} bytes of host buffers"
-            )
+        assert buffer is not None
         return buffer
 
     def try_lend(self, numel: int, dtype: torch.dtype) -> HostBuffer | None:
@@ -156,11 +153,6 @@ class HostBuffers:
             size = min(size, (self.bytes_max - self.nbytes + idle_bytes) // PAGE_BYTES * PAGE_BYTES)
         return self._replace_idle(size) if size >= nbytes else None
 
-    def _replace_idle(self, nbytes: int) -> _Slab:
-        """Replace the idle slabs by one of `nbytes`, and return it."""
-        self._drop_idle()
-        return self._make(nbytes)
-
     def _drop_idle(self) -> None:
         for slab in [slab for slabs in self._idle.values() for slab in slabs]:
             self._device.unregister(slab.memory)
@@ -168,7 +160,9 @@ class HostBuffers:
             self.nbytes -= slab.nbytes
         self._idle.clear()
 
-    def _make(self, nbytes: int) -> _Slab:
+    def _replace_idle(self, nbytes: int) -> _Slab:
+        """Replace the idle slabs by one of `nbytes`, and return it."""
+        self._drop_idle()
         notes: list[str] = []
         with near(self._device.numa_node, notes):
             memory = PinnedSlab(nbytes)

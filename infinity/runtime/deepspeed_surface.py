@@ -55,7 +55,11 @@ _OF_CONFIG: Mapping[str, Callable[[Config], Any]] = {
     "scheduler_name": lambda config: config.scheduler and config.scheduler.type,
     "steps_per_print": lambda config: config.steps_per_print or None,
     "wall_clock_breakdown": lambda config: config.wall_clock_breakdown,
+    "zero_gather_16bit_weights_on_model_save": lambda config: (
+        config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ),
     "zero_optimization": lambda config: config.zero_optimization.stage > 0,
+    "zero_optimization_stage": lambda config: config.zero_optimization.stage,
 }
 """Methods of DeepSpeed without arguments whose results are in the config."""
 
@@ -215,14 +219,6 @@ class DeepSpeedSurface:
             drop_last=self.config.dataloader_drop_last,
             num_workers=num_local_io_workers or 0,
         )
-
-    def zero_optimization_stage(self) -> int:
-        """Return the config's stage, 0 to 3."""
-        return self.config.zero_optimization.stage
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return the config's `stage3_gather_16bit_weights_on_model_save`: True lets trainers gather the model on rank 0."""
-        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def fp16_enabled(self) -> bool:
         """Return True if compute is in fp16."""

@@ -174,7 +174,10 @@ class _Asked(NamedTuple):
 
 def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, auto: Mapping[str, Any]) -> _Asked:
     """Read the arguments before anything is changed. Raises ConfigError for contradictions."""
-    config = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **auto)
+    described = getattr(model, "config", None)  # that of Hugging Face's models
+    sizes = (getattr(described, name, None) for name in ("hidden_size", "n_embd", "d_model"))
+    hidden_size = next((size for size in sizes if isinstance(size, int)), None)
+    config = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=hidden_size, **auto)
     check_monitors(config)
     stepper = early = None
     if config.offloads:
@@ -221,13 +224,3 @@ def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | Non
     if shard_ranks == 1:
         return peers, None
     return peers, Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)
-
-
-def _hidden_size(model: nn.Module) -> int | None:
-    """Return the hidden size in the model's own config, if it has one, for "auto" values."""
-    described = getattr(model, "config", None)
-    for name in ("hidden_size", "n_embd", "d_model"):
-        size = getattr(described, name, None)
-        if isinstance(size, int):
-            return size
-    return None

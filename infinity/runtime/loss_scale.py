@@ -65,12 +65,29 @@ class DynamicLossScale(LossScale):
 
     def update(self, *, overflow: bool) -> str | None:
         """As above. Raises InfinityError if the factor would fall below `min_loss_scale`."""
-        message = None
+        config = self._config
+        message: str | None = None
         if overflow:
-            message = self._shrink()
+            message = f"OVERFLOW! Skipping step. Attempted loss scale: {_shown(self.scale)}"
+            if self._hysteresis > 1:
+                self._hysteresis -= 1
+                message += f", but hysteresis is {self._hysteresis + 1}. Reducing hysteresis to {self._hysteresis}"
+            elif self.scale <= config.min_loss_scale:
+                raise InfinityError(
+                    f"gradients overflow at the least loss scale, fp16.min_loss_scale {config.min_loss_scale:g}: the training "
+                    "diverges, or needs bf16.enabled instead of fp16.enabled"
+                )
+            else:
+                self.scale = max(self.scale / GROWTH, config.min_loss_scale)
+                message += f", reducing to {_shown(self.scale)}"
             self._last_overflow = self._step
         else:
-            self._grow()
+            stable = self._step - self._last_overflow - 1
+            doubles = stable > 0 and stable % config.loss_scale_window == 0
+            if doubles or config.consecutive_hysteresis:
+                self._hysteresis = config.hysteresis
+            if doubles:
+                self.scale *= GROWTH
         self._step += 1
         return message
 
@@ -84,28 +101,6 @@ class DynamicLossScale(LossScale):
             return
         self.scale, self._step = float(state["scale"]), int(state["step"])
         self._last_overflow, self._hysteresis = int(state["last_overflow"]), int(state["hysteresis"])
-
-    def _shrink(self) -> str:
-        attempted = f"OVERFLOW! Skipping step. Attempted loss scale: {_shown(self.scale)}"
-        if self._hysteresis > 1:
-            self._hysteresis -= 1
-            return f"{attempted}, but hysteresis is {self._hysteresis + 1}. Reducing hysteresis to {self._hysteresis}"
-        least = self._config.min_loss_scale
-        if self.scale <= least:
-            raise InfinityError(
-                f"gradients overflow at the least loss scale, fp16.min_loss_scale {least:g}: the training diverges, or needs "
-                "bf16.enabled instead of fp16.enabled"
-            )
-        self.scale = max(self.scale / GROWTH, least)
-        return f"{attempted}, reducing to {_shown(self.scale)}"
-
-    def _grow(self) -> None:
-        stable = self._step - self._last_overflow - 1
-        doubles = stable > 0 and stable % self._config.loss_scale_window == 0
-        if doubles or self._config.consecutive_hysteresis:
-            self._hysteresis = self._config.hysteresis
-        if doubles:
-            self.scale *= GROWTH
 
 
 def make_loss_scale(config: Fp16Config) -> LossScale:

@@ -25,6 +25,7 @@ from infinity.runtime.resolved import compute_device
 log = logging.getLogger("infinity")
 
 _SAVED_BYTES = 1 << 30
+"""Saved activations (bytes) that never matter."""
 _PLAIN_STATE_BYTES = 16
 """Bytes of one element in plain PyTorch: master, gradient and two moments in fp32."""
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -90,7 +91,7 @@ class MicroBatches:
                     state,
                     is_whole_step=is_whole_step,
                     goes_back=goes_back,
-                    memory=Memory(_memory_now, self._saved_bytes_max) if measures else None,
+                    memory=Memory(_memory_now, max(_SAVED_BYTES, self._plain_state_bytes())) if measures else None,
                 )
             if fits:
                 losses = vertical.losses(loss_in_turn)
@@ -118,11 +119,8 @@ class MicroBatches:
                 log.info('infinity.schedule "auto" is "horizontal" here: %s', why)
         return None
 
-    @property
-    def _saved_bytes_max(self) -> int:
-        """Upper bound of saved activations: what plain PyTorch takes for states, but at least 1 GiB."""
-        numel: int = sum(p.numel() for p in self._parts.module.parameters())
-        return max(_SAVED_BYTES, _PLAIN_STATE_BYTES * numel)
+    def _plain_state_bytes(self) -> int:
+        return _PLAIN_STATE_BYTES * sum(p.numel() for p in self._parts.module.parameters())
 
     def _takes_fewer(self, count: int, of: int) -> bool:
         """Run fewer micro-batches at once from the next step on, as memory suffices for `count`. Returns False, with a log

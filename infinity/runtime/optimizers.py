@@ -29,9 +29,10 @@ Groups = list[tuple[dict[str, Any], list[str]]]
 
 def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any) -> Groups:
     """Return the groups of trained parameters by name, because sharding replaces the parameter objects."""
-    names = parameter_names(model)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        source: list[Any] = optimizer.param_groups
+    names, given = parameter_names(model), isinstance(optimizer, torch.optim.Optimizer)
+    source: list[Any]
+    if given:
+        source = optimizer.param_groups
     elif model_parameters is not None:
         source = list(model_parameters)
     else:
@@ -43,8 +44,7 @@ def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, opti
     for group in grouped:
         members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
         members = [member[1] if isinstance(member, tuple) else member for member in members]  # of named_parameters()
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            members = [member for member in members if member not in names or member.requires_grad]
+        members = [member for member in members if given or member not in names or member.requires_grad]
         if any(member not in names for member in members):
             raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
         settings = {key: value for key, value in group.items() if key != "params"}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -76,14 +76,13 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
 def check_alike(model: nn.Module, weights: str | os.PathLike[str] | None) -> None:
     """Raise ConfigError, on all ranks, if one rank's model or files of `weights` differ from the first rank's. A collective."""
     with raise_on_all_ranks():
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        built = {name: (tuple(t.shape), str(t.dtype), t.is_meta, t.requires_grad) for name, t in tensors}
+        built = {name: _described(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         files = fingerprint(weights) if weights is not None else None
     first_built, first_files = from_first_rank((built, files))
     with raise_on_all_ranks():
         for name in {**first_built, **built}:
-            if built.get(name) != first_built.get(name):
-                here, there = _described(built.get(name)), _described(first_built.get(name))
+            here, there = built.get(name, "missing"), first_built.get(name, "missing")
+            if here != there:
                 raise ConfigError(
                     f"{name} is {here} here and {there} on rank 0: build the same model on all ranks; rank 0 gives the values"
                 )
@@ -98,12 +97,11 @@ def check_alike(model: nn.Module, weights: str | os.PathLike[str] | None) -> Non
             )
 
 
-def _described(built: tuple[tuple[int, ...], str, bool, bool] | None) -> str:
-    if built is None:
-        return "missing"
-    shape, dtype, is_meta, requires_grad = built
-    words = f"{'trained' if requires_grad else 'not trained'}, {dtype.removeprefix('torch.')} of shape {shape}"
-    return f"{words}, on the meta device" if is_meta else words
+def _described(tensor: torch.Tensor) -> str:
+    words = (
+        f"{'trained' if tensor.requires_grad else 'not trained'}, {str(tensor.dtype).removeprefix('torch.')} of shape "
+    )
+    return f"{words}{tuple(tensor.shape)}{', on the meta device' if tensor.is_meta else ''}"
 
 
 @contextmanager
@@ -127,7 +125,6 @@ def shard_and_page(
     Raises for memory or space that is too small before the model is sharded, which can't be undone. Returns `resolved` with the
     update timing for which there is room.
     """
-    mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
     if resolved.compute_dtype is not torch.float32:
         keep_statistics_in_fp32(model)
@@ -151,7 +148,7 @@ def shard_and_page(
             undo.callback(swap.close)
         resolved, told = _fit(model, wrap, resolved, swap, weights)
         notes += told
-    _shard_model(model, resolved, mesh, wrap)
+    _shard_model(model, resolved, wrap)
     if swap is not None:
         paging = swap.page(model, resolved.paging, weights=weights)
         notes += swap.notes
@@ -214,17 +211,14 @@ def _fit(
     return resolved, notes
 
 
-def _make_mesh(shard_ranks: int) -> DeviceMesh:
-    """Return a mesh of all ranks; with several copies of the model, of copies by the ranks of one copy."""
-    kind, ranks = compute_device().type, dist.get_world_size()
-    if shard_ranks == ranks:
-        return init_device_mesh(kind, (ranks,))
-    return init_device_mesh(kind, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
-
-
-def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
+def _shard_model(model: nn.Module, resolved: Resolved, wrap: Sequence[nn.Module]) -> None:
     """Apply fully_shard to each of `wrap` and the root, over fp32 masters with the values of the first rank. One group at a
     time is on the device; paged groups leave it at once, so that the model may be larger than its memory."""
+    kind, ranks, shard_ranks = compute_device().type, dist.get_world_size(), resolved.shard_ranks
+    if shard_ranks == ranks:
+        mesh = init_device_mesh(kind, (ranks,))
+    else:  # copies of the model, by the ranks of one copy
+        mesh = init_device_mesh(kind, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
     model.float()
     hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
     take_from_first_rank(model.buffers(), compute_device())
@@ -281,8 +275,11 @@ def give_values(
         blank = {shard.name for shard in swap.paged.shards if not shard.filled}
     else:
         blank = meta_parameters(model)
-        if blank:
-            _allocate(model, device)
+        if blank:  # allocate the shards, but no buffers
+            buffers = {module: dict(module._buffers) for module in model.modules()}
+            model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+            for module, real in buffers.items():
+                module._buffers.update(real)
     if unpaged_state is not None:
         initialize_values(model, set(), device, init_fn, frozenset(unpaged_state["buffers"]))
     elif blank and weights is None:
@@ -295,11 +292,3 @@ def give_values(
         load_weights(model, weights, but=foreign | left.drawn | left.have_values)
     if swap is None:
         guard(model, ReusedMemory())
-
-
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the shards that are on the meta device, but no buffers."""
-    buffers = {module: dict(module._buffers) for module in model.modules()}
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    for module, real in buffers.items():
-        module._buffers.update(real)

@@ -150,16 +150,12 @@ def _compute_dtype(config: Config) -> torch.dtype:
 
 
 def _paging_options(
-    config: Config,
-    ranks: int,
-    shard_ranks: int,
-    numel: int,
-    moments: tuple[str, ...],
-    matrices: frozenset[str],
+    config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...], matrices: frozenset[str]
 ) -> PagingOptions:
     zero, infinity = config.zero_optimization, config.infinity
-    activations = infinity.offload_activations
+    activations, offload = infinity.offload_activations, zero.offload_optimizer
     prefetch = zero.stage3_prefetch_bucket_size
+    cached_share = 1.0 - offload.ratio if offload.device == "nvme" else 0.0  # of the optimizer's state
     element_bytes = state_bytes(len(moments), MOMENT_BYTES_OF[infinity.moments_dtype])
     gradient_bytes_max = None
     if infinity.gradient_bytes_max != "auto" and config.uses_nvme:  # without NVMe, host memory has them all
@@ -177,13 +173,13 @@ def _paging_options(
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         max_in_cpu=zero.offload_param.max_in_cpu,
-        host_cache_bytes=_cache_bytes(config, element_bytes * numel / shard_ranks),
+        host_cache_bytes=max(infinity.host_cache_bytes, int(cached_share * element_bytes * numel / shard_ranks)),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=update,
         speculative=speculative,
         master_weights=infinity.master_weights,
         hold_parameters=zero.offload_param.device != "nvme",
-        hold_state=zero.offload_optimizer.device != "nvme",
+        hold_state=offload.device != "nvme",
         keep_on_device=zero.offload_param.device == "none" and not config.uses_nvme,
         gradient_dtype=_gradient_dtype(config, ranks),
         gradient_bytes_max=gradient_bytes_max,
@@ -193,13 +189,6 @@ def _paging_options(
         matrices=matrices,
         matrix_moments=MATRIX_MOMENTS if matrices else (),
     )
-
-
-def _cache_bytes(config: Config, whole_state_bytes: float) -> int:
-    """Return the bytes cached in host memory from step to step: a number, or a share of the optimizer's state."""
-    offload = config.zero_optimization.offload_optimizer
-    share = 1.0 - offload.ratio if offload.device == "nvme" else 0.0
-    return max(config.infinity.host_cache_bytes, int(share * whole_state_bytes))
 
 
 def _gradient_dtype(config: Config, ranks: int) -> torch.dtype:
@@ -237,12 +226,9 @@ def _notes(config: Config, shard_ranks: int, device_type: str, compute_dtype: to
         )
     if zero.offload_optimizer.ratio < 1 and zero.offload_optimizer.device != "nvme":
         yield "offload_optimizer.ratio has no effect here: only with device nvme does a part of the state stay in host memory"
-    bounds = {
-        "host_cache_bytes": infinity.host_cache_bytes > 0,
-        "gradient_bytes_max": infinity.gradient_bytes_max != "auto",
-    }
-    if config.offloads and not config.uses_nvme and any(bounds.values()):
-        without = " and ".join(f"infinity.{name}" for name, is_set in bounds.items() if is_set)
-        yield f"{without} without effect here: host memory holds everything, as nothing is on NVMe"
+    bounds = ["infinity.host_cache_bytes"] if infinity.host_cache_bytes > 0 else []
+    bounds += ["infinity.gradient_bytes_max"] if infinity.gradient_bytes_max != "auto" else []
+    if config.offloads and not config.uses_nvme and bounds:
+        yield f"{' and '.join(bounds)} without effect here: host memory holds everything, as nothing is on NVMe"
     if device_type == "cpu" and (why := why_slow(compute_dtype)) is not None:
         yield f'{why}; with "enabled": false in its block the model computes in fp32'
