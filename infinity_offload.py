@@ -1,8 +1,8 @@
-"""infinity under the name of its distribution, which nobody else has: `import infinity_offload as infinity`.
+"""infinity under the unique name of its distribution: `import infinity_offload as infinity`.
 
-There are other things called `infinity`. Importing this module finds out whether `import infinity` leads to the package that
-lies beside this file, and fails with the next move where it doesn't. The commands start here for that. It has the names of
-`infinity` and no modules of its own: those are `infinity.swap` and so on. Decision 34 says why.
+Other packages are called `infinity`, too. Importing this module checks that `import infinity` gives the package next to this
+file, and raises ImportError with a remedy if not; so the commands start here. It has the names of `infinity` and no submodules:
+those are `infinity.swap` and so on. See decision 34.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent / "infinity"
 
 
 def _check_import_name() -> None:
-    """Raise ImportError where `import infinity` gives something else than this distribution's package."""
+    """Raise ImportError if `import infinity` gives another package than this distribution's."""
     spec = importlib.util.find_spec("infinity")
     origin = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
     if origin == PACKAGE / "__init__.py":

@@ -101,9 +101,9 @@ def needs_recompile(object_path: str, source_path: str) -> bool:
 
 
 def extension(name: str, sources: list[str]) -> Pybind11Extension:
-    """All have the same flags, as they share objects. No contraction: csrc/optim says itself where a product and a sum are
-    rounded once, and is equal to torch bit for bit only then. Names of archives are nobody else's: where a compiler links
-    libstdc++ as one, its locales would be confused with those of the libstdc++ that numpy brings, and imports would crash."""
+    """Return an extension; all have the same flags, because they share objects. No contraction: csrc/optim says itself where a
+    product and a sum are rounded once, as bitwise equality with torch requires. Symbols of archives are hidden: if a compiler
+    links libstdc++ statically, its locales would be confused with those of numpy's libstdc++, and imports would crash."""
     warnings = ["-Wall", "-Wextra", "-Werror", "-UNDEBUG"] if DEV else []
     return Pybind11Extension(
         name,

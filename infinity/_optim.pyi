@@ -1,8 +1,7 @@
 """Compiled from csrc/optim: Adam in one pass over memory, and the master weight as copy and remainder.
 
-Memory crosses as addresses: the caller answers for what lies there, and keeps it. infinity/optim/kernel.py is the face that
-checks. Any thread may call; the GIL is released while memory is worked on. Dtypes are "float32", "bfloat16", "float16", and
-"uint8" for coded moments, which have scales.
+Memory is passed as addresses, unchecked: infinity/optim/kernel.py checks it, and the caller keeps it alive. Any thread may
+call; the GIL is released meanwhile. Dtypes: "float32", "bfloat16", "float16", and "uint8" for coded moments, with scales.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 def instruction_sets() -> list[str]:
-    """Those that this CPU has, the fastest first: of "avx512", "avx2", "portable"."""
+    """Return the instruction sets of this CPU, fastest first: of "avx512", "avx2", "portable"."""
 
 def update(
     *,
@@ -44,13 +43,12 @@ def update(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel, key, place), ascending.
 
-    Of the addresses `scales`, `master`, `copy`, `remainder` and `staged`, 0 means none. `compute_dtype` is that of what lies at
-    `copy` beside a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
+    Of the addresses `scales`, `master`, `copy`, `remainder`, `staged` and `pages`, 0 means none. `compute_dtype` is that of
+    `copy` if there is a master. `pages`: address of the pages (4096 bytes) with the `expected` checksums (0 if unknown); the
+    fields in them are verified before they change, and summed after.
 
-    `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The
-    fields that lie in them are verified before they change, and summed after. Returns the new checksums (0 for pages of no
-    field), and the number of the first page that is not as expected, or -1: the fields are torn where there is one.
-    Raises ValueError for what does not fit.
+    Returns the ties of the sub-group, the new checksums (0 for pages of no field), and the number of the first wrong page, or
+    -1; with a wrong page, the fields are torn. Raises ValueError for arguments that do not fit.
     """
 
 def join(
@@ -74,4 +72,4 @@ def accumulate(*, grad_dtype: str, grads: int, numel: int, sums: int, threads: i
     """Add `numel` gradients at `grads` to those at `sums` (fp32)."""
 
 def norms(*, gradients: Sequence[tuple[str, int, int]], threads: int, instructions: str) -> npt.NDArray[np.float32]:
-    """The 2-norm of each gradient: (dtype, address, numel)."""
+    """Return the 2-norm of each gradient (dtype, address, numel)."""
