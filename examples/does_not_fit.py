@@ -106,7 +106,7 @@ def memory_of(args: argparse.Namespace) -> list[object]:
 
 def training(args: argparse.Namespace, *more: object) -> list[str]:
     words = [sys.executable, HERE / "train_lm.py", "--params", args.params, "--steps", args.steps, "--batch-size", 1]
-    words += ["--context", args.context, "--nvme-path", args.nvme_path, "--no-compare", "--no-sample", *more]
+    words += ["--context", args.context, "--nvme-path", args.nvme_path, "--no-compare", *more]
     return [str(word) for word in words]
 
 

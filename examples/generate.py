@@ -9,31 +9,28 @@ Needs transformers, and says how to install it if it is missing.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import os
+import resource
+import statistics
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
-STARTED = time.time()
+import torch
+from made_model import VOCABULARY, add_model_arguments, check_model, made_model
+from rich.console import Console
+from rich.live import Live
 
-import argparse  # noqa: E402
-import contextlib  # noqa: E402
-import itertools  # noqa: E402
-import json  # noqa: E402
-import logging  # noqa: E402
-import os  # noqa: E402
-import resource  # noqa: E402
-import statistics  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from made_model import VOCABULARY, add_model_arguments, check_model, made_model  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.live import Live  # noqa: E402
-
-import infinity  # noqa: E402
-from infinity.extras import needs  # noqa: E402
-from infinity.runtime.inference import counting, empty_model  # noqa: E402
-from infinity.units import format_bytes  # noqa: E402
+import infinity
+from infinity.extras import needs
+from infinity.runtime.inference import counting, empty_model
+from infinity.units import format_bytes
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,7 +108,6 @@ def run(asked: argparse.Namespace, folder: Path, console: Console) -> dict[str, 
                 f"waited {(stalls[-1] - stalls[-2]) / seconds:.0%} for the drive"
             )
 
-        start_seconds = time.time() - STARTED
         made = engine.generate(
             **inputs,
             max_new_tokens=asked.tokens,
@@ -132,7 +128,6 @@ def run(asked: argparse.Namespace, folder: Path, console: Console) -> dict[str, 
         "parameters": numel,
         "tokens": new.tolist(),
         "first_token_seconds": times[1] - times[0],
-        "start_seconds": start_seconds,
         "seconds_per_token_batch": statistics.median(steady),
         "read_bytes_per_param": statistics.mean(read) / numel,
         "pinned_bytes": pinned,

@@ -120,7 +120,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="don't time plain PyTorch in memory, which takes 18 bytes per parameter",
     )
     parser.add_argument("--sample", action="store_true", help="sample text at the end; good text needs --steps 2000")
-    parser.add_argument("--no-sample", dest="sample", action="store_false", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
     parser.add_argument(
         "--trace",

@@ -81,10 +81,7 @@ def training(python: Path, folder: Path, result: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
     numbers = ["--params", "1M", "--steps", STEPS, "--context", "64", "--batch-size", "2", "--seed", "1"]
     names = ["--nvme-path", folder, "--durability", "step", "--resume", "--json", result]
-    return [
-        str(part)
-        for part in (python, ROOT / "examples" / "train_lm.py", *numbers, *names, "--no-compare", "--no-sample")
-    ]
+    return [str(part) for part in (python, ROOT / "examples" / "train_lm.py", *numbers, *names, "--no-compare")]
 
 
 def losses(python: Path, folder: Path, result: Path, environ: dict[str, str]) -> list[float]:

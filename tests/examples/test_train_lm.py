@@ -76,12 +76,12 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
     )
     assert not list(nvme_path.iterdir())
 
-    run("--in-memory", "--no-sample", "--json", str(tmp_path / "memory.json"))
+    run("--in-memory", "--json", str(tmp_path / "memory.json"))
     assert losses(tmp_path / "nvme.json") == losses(tmp_path / "memory.json")
 
 
 def test_without_plain_pytorch_the_drive_alone_is_the_lower_bound(nvme_path: Path, tmp_path: Path) -> None:
-    shown = run("--nvme-path", str(nvme_path), "--no-sample", "--json", str(tmp_path / "run.json")).stdout
+    shown = run("--nvme-path", str(nvme_path), "--json", str(tmp_path / "run.json")).stdout
     summary = json.loads((tmp_path / "run.json").read_text())
     assert summary["torch_in_memory_seconds"] is None
     assert summary["lower_bound_seconds"] == summary["drive_seconds"] > 0
@@ -90,7 +90,7 @@ def test_without_plain_pytorch_the_drive_alone_is_the_lower_bound(nvme_path: Pat
 
 def test_the_last_step_is_traced(nvme_path: Path, tmp_path: Path) -> None:
     trace, figures = tmp_path / "trace.json", tmp_path / "run.json"
-    shown = run("--nvme-path", str(nvme_path), "--no-sample", "--trace", str(trace), "--json", str(figures)).stdout
+    shown = run("--nvme-path", str(nvme_path), "--trace", str(trace), "--json", str(figures)).stdout
     assert "drive busy" in shown and "I/O hidden, exposed" in shown
     assert [step.get("trace", {}).get("steps") for step in json.loads(figures.read_text())["steps"]] == [None, None, 1]
     assert {"forward", "backward", "step"} <= {each["name"] for each in json.loads(trace.read_text())["traceEvents"]}
@@ -99,7 +99,7 @@ def test_the_last_step_is_traced(nvme_path: Path, tmp_path: Path) -> None:
 
 
 def test_going_on_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
-    place = ["--nvme-path", str(nvme_path), "--no-sample"]
+    place = ["--nvme-path", str(nvme_path)]
     run(*place, "--save", str(tmp_path / "saved"))
     refused = run(*place, "--resume", str(tmp_path / "saved"), check=False)
     assert refused.returncode == 1
@@ -109,7 +109,7 @@ def test_going_on_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
 
 
 def test_killed_and_gone_on_with(nvme_path: Path, tmp_path: Path) -> None:
-    command = ["--nvme-path", str(nvme_path), "--no-sample", "--steps", "6", "--durability", "step"]
+    command = ["--nvme-path", str(nvme_path), "--steps", "6", "--durability", "step"]
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *SMALL, *command], stdout=subprocess.PIPE, env=ENVIRONMENT, text=True
     )
@@ -125,13 +125,13 @@ def test_killed_and_gone_on_with(nvme_path: Path, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "after.json").read_text())["steps"]
     first = found[0]["step"]
     assert first >= 3 and f"resuming after step {first - 1}" in shown
-    run("--in-memory", "--no-sample", "--steps", "6", "--json", str(tmp_path / "memory.json"))
+    run("--in-memory", "--steps", "6", "--json", str(tmp_path / "memory.json"))
     assert losses(tmp_path / "after.json") == losses(tmp_path / "memory.json")[first - 1 :]
 
 
 @pytest.mark.slow
 def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
-    arguments = [*SMALL, "--no-sample", "--json"]
+    arguments = [*SMALL, "--json"]
     torchrun(SCRIPT, *arguments, str(tmp_path / "nvme.json"), "--nvme-path", str(nvme_path))
     forked_ranks(SCRIPT, *arguments, str(tmp_path / "memory.json"), "--in-memory")
     assert losses(tmp_path / "nvme.json") == losses(tmp_path / "memory.json")
@@ -249,5 +249,5 @@ def test_a_kill_leaves_no_swap_file_and_the_next_run_cleans_up(nvme_path: Path) 
     time.sleep(0.1)
     left = [file for folder in nvme_path.iterdir() for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in left) < 4096  # a lock and a note; the arena has no name to be left under
-    run("--nvme-path", str(nvme_path), "--no-sample", "--steps", "1")
+    run("--nvme-path", str(nvme_path), "--steps", "1")
     assert not list(nvme_path.iterdir())
