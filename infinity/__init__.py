@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from infinity.deepspeed import MODULE_OF, PACKAGES
+from infinity.deepspeed.refused import refusal_of
 
 if TYPE_CHECKING:
     from infinity import deepspeed as moe
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
     )
     from infinity.deepspeed import accelerator, checkpointing, comm, pipe, utils, zero
+    from infinity.deepspeed.accelerator import get_accelerator
     from infinity.deepspeed.memory_needs import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -73,6 +75,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "generate",
+    "get_accelerator",
     "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "init_empty",
@@ -88,6 +91,7 @@ __all__ = [
 
 _NAMES_OF = {
     "infinity.errors": "BudgetError CheckpointError ConfigError InfinityError IntegrityError IoError StoreError",
+    "infinity.deepspeed.accelerator": "get_accelerator",
     "infinity.deepspeed.memory_needs": (
         "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live "
         "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
@@ -117,6 +121,8 @@ def __getattr__(name: str) -> object:
             "load only one of them; use a separate environment for each",
             name="infinity",
         )
+    if refusal := refusal_of(path):
+        raise refusal
     if real_name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_HOME[real_name]), real_name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,11 +284,12 @@ def test_names_beside_the_engine() -> None:
     assert deepspeed.utils.zero_to_fp32 and deepspeed.utils.safe_get_full_grad is safe_get_full_grad
     accelerator = get_accelerator()
     assert torch.empty(1, device=accelerator.current_device_name()).device.type == accelerator.device_name()
-    assert accelerator.on_accelerator(torch.empty(1, device=accelerator.device(0)))
+    assert torch.empty(1, device=accelerator.device(0)).device.type == accelerator.device_name()
     assert accelerator.memory_allocated() >= 0 and accelerator.device_count() >= 1
+    assert accelerator.total_memory() > 1 << 28 and deepspeed.get_accelerator() is accelerator
     comm.init_distributed()
     assert comm.get_world_size() == dist.get_world_size() == 1
-    assert comm.all_reduce is dist.all_reduce
+    assert comm.all_reduce is dist.all_reduce and comm.get_local_rank() == 0
     batches = RepeatingLoader([1, 2])
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
     assert logger.name == "infinity"
@@ -296,6 +299,34 @@ def test_names_beside_the_engine() -> None:
     assert split_params_into_different_moe_groups_for_optimizer(groups) == [groups]
     assert not any(map(is_moe_param, model.parameters()))
     assert OffloadDeviceEnum.nvme == "nvme" and OffloadStateTypeEnum.optim_states in [*OffloadStateTypeEnum]
+
+
+def test_seeds_memory_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    from infinity.runtime.utils import see_memory_usage, set_random_seed
+    from infinity.utils.logging import logger
+
+    drawn = []
+    for _ in range(2):
+        set_random_seed(3)
+        drawn.append((random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+    logger.addHandler(caplog.handler)
+    with caplog.at_level("INFO"):
+        see_memory_usage("left out")
+        see_memory_usage("here", force=True)
+    logger.removeHandler(caplog.handler)
+    [line] = {record.getMessage() for record in caplog.records}
+    assert re.fullmatch(r"\[Rank 0\] here: GPU [\d.]+ GiB, at most [\d.]+ GiB; host [\d.]+ GiB available", line)
+
+
+def test_the_builder_of_the_io_handle_compiles_nothing(tmp_path: Path) -> None:
+    from infinity.ops.op_builder import AsyncIOBuilder
+
+    assert AsyncIOBuilder().is_compatible()
+    handle = AsyncIOBuilder().load().aio_handle()
+    given, read = torch.arange(5000.0), torch.empty(5000)
+    assert handle.sync_pwrite(given, tmp_path / "file") == handle.sync_pread(read, tmp_path / "file") == 1
+    assert given.equal(read)
 
 
 def test_modules_are_moved_inside_zero_init() -> None:

@@ -152,6 +152,7 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
         "accelerator",
         "checkpointing",
         "comm",
+        "get_accelerator",
         "moe",
         "ops",
         "pipe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -56,10 +57,41 @@ for path, module in MODULE_OF.items():
     assert importlib.import_module(path) is importlib.import_module(module), path
     assert sys.modules[module].__spec__.name == module
 try:
-    infinity.ops.sparse_attention
+    infinity.ops.lion
 except AttributeError as error:
-    assert "'infinity.ops' has no attribute 'sparse_attention'" in str(error), error
+    assert "'infinity.ops' has no attribute 'lion'" in str(error), error
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     command = [sys.executable, "-m", "infinity.utils.zero_to_fp32", "--help"]
     assert "checkpoint_dir" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        (
+            "from infinity import DeepSpeedTransformerLayer",
+            "DeepSpeedTransformerLayer is not available: build the model",
+        ),
+        ("infinity.OnDevice", "use infinity.init_empty()"),
+        ("import infinity.compression.compress", "compression is not available: compress the trained model"),
+        ("from infinity.moe.layer import MoE", "moe.layer is not available: a model's own experts"),
+        ("infinity.ops.sparse_attention", "ops.sparse_attention is not available: use torch.nn.attention"),
+        ("from infinity.ops.op_builder import GDSBuilder", "AsyncIOBuilder reads and writes through host memory"),
+        ("from infinity.runtime.fp16.fused_optimizer import FP16_Optimizer", "initialize() returns the optimizer"),
+        ("from infinity.runtime.zero.partition_parameters import ZeroParamStatus", "parameters have no ds_status"),
+    ],
+)
+def test_names_of_deepspeed_that_are_refused_say_what_to_do(statement: str, words: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(words)):
+        exec(statement, {"infinity": infinity})
+
+
+def test_a_missing_name_without_a_refusal_is_an_ordinary_error() -> None:
+    for statement in (
+        "import infinity.compressing",
+        "from infinity.zero import Inits",
+        "import infinity.ops.op_builders",
+    ):
+        with pytest.raises(ImportError, match=r"No module named|cannot import name"):
+            exec(statement)

@@ -1,8 +1,8 @@
 """The part of DeepSpeed's API that scripts use, under DeepSpeed's import paths.
 
-The files in this folder are the API. `MODULE_OF` says under which path each of them is imported, and the finder below answers
-for those paths, since no file lies there: `import infinity.zero`, `from infinity.ops.adam import FusedAdam` and
-`python -m infinity.utils.zero_to_fp32` all work, and load nothing before they are used.
+The files in this folder are the API. `MODULE_OF` maps DeepSpeed's paths to them, and the finder below serves those paths:
+`import infinity.zero`, `from infinity.ops.adam import FusedAdam`, `python -m infinity.utils.zero_to_fp32`. Nothing is loaded
+before its first use.
 """
 
 import sys
@@ -12,6 +12,8 @@ from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
+
+from infinity.deepspeed.refused import refusal_of
 
 if TYPE_CHECKING:
     from infinity.deepspeed import adam as adam
@@ -23,12 +25,16 @@ MODULE_OF = {
     "infinity.comm": "infinity.deepspeed.comm",
     "infinity.moe.utils": "infinity.deepspeed.moe",
     "infinity.ops.adam": "infinity.deepspeed.adam",
+    "infinity.ops.op_builder": "infinity.deepspeed.op_builder",
     "infinity.pipe": "infinity.deepspeed.pipe",
     "infinity.runtime.pipe.module": "infinity.deepspeed.pipe",
+    "infinity.runtime.utils": "infinity.deepspeed.utils",
     "infinity.runtime.zero.offload_config": "infinity.deepspeed.offload_config",
+    "infinity.runtime.zero.partition_parameters": "infinity.deepspeed.zero",
     "infinity.runtime.zero.stage3": "infinity.deepspeed.memory_needs",
     "infinity.runtime.zero.stage_1_and_2": "infinity.deepspeed.memory_needs",
     "infinity.utils": "infinity.deepspeed.utils",
+    "infinity.utils.logging": "infinity.deepspeed.utils",
     "infinity.utils.tensor_fragment": "infinity.deepspeed.tensor_fragment",
     "infinity.utils.zero_to_fp32": "infinity.deepspeed.zero_to_fp32",
     "infinity.zero": "infinity.deepspeed.zero",
@@ -47,6 +53,8 @@ class AliasFinder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname in MODULE_OF or fullname in PACKAGES:
             return ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
+        if refusal := refusal_of(fullname):
+            raise refusal
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -58,6 +66,8 @@ class AliasFinder(MetaPathFinder, Loader):
         def load_attribute(attribute: str) -> ModuleType:
             if f"{name}.{attribute}" in MODULE_OF:
                 return import_module(f"{name}.{attribute}")
+            if refusal := refusal_of(f"{name}.{attribute}"):
+                raise refusal
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
 
         module.__dict__["__getattr__"] = load_attribute

@@ -1,24 +1,38 @@
-"""DeepSpeed's `utils`: the log, a loader without end, and whole values of sharded parameters."""
+"""DeepSpeed's `utils`, `utils.logging` and `runtime.utils`: the log, a loader without end, values of sharded parameters."""
 
 from __future__ import annotations
 
-import logging
+import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from logging import INFO, getLogger
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from infinity.deepspeed import tensor_fragment
+from infinity.deepspeed.accelerator import get_accelerator
+from infinity.host_memory import available_bytes
+from infinity.units import GIB
 
-__all__ = ["RepeatingLoader", "log_dist", "logger", "set_z3_leaf_modules", *tensor_fragment.__all__]
+__all__ = [
+    "RepeatingLoader",
+    "log_dist",
+    "logger",
+    "see_memory_usage",
+    "set_random_seed",
+    "set_z3_leaf_modules",
+    *tensor_fragment.__all__,
+]
 
 __path__: list[str] = []  # modules are found below it
 
 _T = TypeVar("_T")
 
-logger = logging.getLogger("infinity")
+logger = getLogger("infinity")
 
 
 def __getattr__(name: str) -> Any:
@@ -29,15 +43,32 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'infinity.utils' has no attribute {name!r}")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a line on these ranks; on all where None or -1."""
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """Log a line on these ranks; on all of them for None or -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """If `force`, log on rank 0 the GPU memory allocated now and at most, and the host memory that is available."""
+    if force:
+        device = get_accelerator()
+        now, most = device.memory_allocated() / GIB, device.max_memory_allocated() / GIB
+        left = (available_bytes() or 0) / GIB
+        log_dist(f"{message}: GPU {now:.2f} GiB, at most {most:.2f} GiB; host {left:.2f} GiB available", [0])
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python and torch; numpy's, too, if it is imported."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
 class RepeatingLoader(Iterable[_T]):
-    """Gives what a loader gives, again and again. An epoch that a DistributedSampler draws is another one each time."""
+    """Yields the batches of a loader again and again. A DistributedSampler draws another epoch each time."""
 
     def __init__(self, loader: Iterable[_T]) -> None:
         self.loader = loader
@@ -60,6 +91,6 @@ class RepeatingLoader(Iterable[_T]):
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Accepted, without effect: experts that no token comes to need no help here. Returns the modules of these classes."""
+    """Return the modules of these classes. Has no other effect: experts without tokens are no problem here."""
     names = {kind if isinstance(kind, str) else kind.__name__ for kind in leaf_module_classes}
     return [module for module in model.modules() if type(module).__name__ in names]

@@ -25,7 +25,7 @@ with needs("deepspeed"):
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-from infinity.integrations.aio_handle import AioHandle
+from infinity.deepspeed.aio_handle import AioHandle
 
 _COMMANDS = ("ds_io", "ds_nvme_tune")
 _REPLACED = ("load", "is_compatible")

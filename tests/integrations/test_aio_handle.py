@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity.deepspeed.aio_handle import AioHandle
 from infinity.errors import IoError
-from infinity.integrations.aio_handle import AioHandle
 
 BLOCK = 1024
 NBYTES = 4 * BLOCK

@@ -24,8 +24,8 @@ from infinity.config import Config
 from infinity.config.__main__ import meanings_of
 from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
 from infinity.config.whole import NESTED
+from infinity.deepspeed.aio_handle import AioHandle
 from infinity.integrations import deepspeed as ours
-from infinity.integrations.aio_handle import AioHandle
 
 launch.import_also("deepspeed", "few_kernels")
 
