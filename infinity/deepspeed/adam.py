@@ -1,4 +1,4 @@
-"""DeepSpeed's two Adam classes. Both are torch's fused Adam, paged where the config says so."""
+"""DeepSpeed's two Adam classes. Both are torch's fused Adam, paged if the config says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 class DeepSpeedCPUAdam(torch.optim.Adam):
     """Adam with fp32 state; weight decay is decoupled (AdamW) unless `adamw_mode` is False.
 
-    Raises ConfigError where `bias_correction` or `fp32_optimizer_states` is False: neither can be turned off.
+    Raises ConfigError if `bias_correction` or `fp32_optimizer_states` is False.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing, done by torch's non-reentrant checkpoint, which works with FSDP2."""
+"""DeepSpeed's activation checkpointing: torch's non-reentrant checkpoint, which works with FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _configured = False
 
 
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`; its activations are recomputed in backward instead of stored."""
+    """Return `function(*args, **kwargs)`. The backward computes its activations again."""
     return _checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -26,7 +26,6 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **settings: Any) -
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
     return _configured
 
 

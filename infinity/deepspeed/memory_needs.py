@@ -1,7 +1,6 @@
-"""How much memory the states of a model need, by the functions that DeepSpeed has for it.
+"""DeepSpeed's estimates of the memory of a model's states: parameters, gradients and optimizer state, as infinity holds them.
 
-Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe. Activations come on top;
-`infinity-bench plan` counts them too. Pure arithmetic that prints a table.
+Pure arithmetic that prints a table. `infinity-bench plan` counts activations, too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 ADDITIONAL_BUFFER_FACTOR = 1.5
-"""Host memory is multiplied by it, as DeepSpeed does: for buffers in flight, and for the allocator."""
+"""Factor on host memory, as in DeepSpeed: for buffers in flight, and for the allocator."""
 
 
 class Needs(NamedTuple):
@@ -45,9 +44,9 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
 ) -> None:
-    """Print what stage 2 needs for the states of `model`, which may be on the meta device; see the `_all_cold` form."""
-    total_params, _ = count(model)
-    estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    """Print the needs of stage 2 for `model`, which may be on the meta device; see the `_all_cold` form."""
+    machines = num_gpus_per_node, num_nodes, additional_buffer_factor
+    estimate_zero2_model_states_mem_needs_all_cold(count(model)[0], *machines)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -56,10 +55,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
 ) -> None:
-    """Print what stage 2 needs for the states of a model of `total_params` parameters, for each placement.
-
-    Raises ValueError for counts below 1.
-    """
+    """Print the needs of stage 2 for each placement; arguments as for stage 3."""
     _print_needs(2, int(total_params), int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
@@ -69,11 +65,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
 ) -> None:
-    """Print what stage 3 needs for the states of `model`, which may be on the meta device; see the `_all_cold` form."""
-    total_params, largest = count(model)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        total_params, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    """Print the needs of stage 3 for `model`, which may be on the meta device; see the `_all_cold` form."""
+    sizes = count(model)
+    estimate_zero3_model_states_mem_needs_all_cold(*sizes, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -83,25 +77,23 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
 ) -> None:
-    """Print what stage 3 needs for the states of a model of `total_params` parameters, for each placement, NVMe included.
+    """Print the needs of stage 3 for each placement, NVMe included.
 
     Args:
-        total_params: of the whole model.
-        largest_layer_params: of the largest group, which is what is gathered at one time: a block, as models are wrapped.
-        num_gpus_per_node, num_nodes: the ranks that it is sharded over.
-        additional_buffer_factor: by which host memory is multiplied.
+        total_params, largest_layer_params: of the model, and of its largest group: a block, as models are wrapped.
+        num_gpus_per_node, num_nodes: the ranks that the states are sharded over.
+        additional_buffer_factor: factor on host memory.
 
     Raises ValueError for counts below 1.
     """
-    _print_needs(
-        3, int(total_params), int(largest_layer_params), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    sizes = int(total_params), int(largest_layer_params)
+    _print_needs(3, *sizes, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def needs_of(
     stage: int, total_params: int, largest: int, gpus_per_node: int, nodes: int, additional_buffer_factor: float
 ) -> list[Needs]:
-    """The needs of each strategy of `stage`, from the fastest to the most frugal. Raises ValueError for counts below 1."""
+    """Return the needs of each strategy of `stage`, the fastest first. Raises ValueError for counts below 1."""
     if min(total_params, largest, gpus_per_node, nodes) < 1:
         raise ValueError("parameters, GPUs and nodes must each be at least 1")
     ranks = gpus_per_node * nodes
@@ -119,7 +111,7 @@ def needs_of(
 
 
 def count(model: nn.Module) -> tuple[int, int]:
-    """Parameters of `model`, shared ones once, and of its largest group as `infinity.initialize` wraps it."""
+    """Return the parameters of `model`, shared ones once, and of its largest group as `infinity.initialize` wraps it."""
     groups = [set(module.parameters()) for module in modules_to_wrap(model, None)]
     parameters = set(model.parameters())
     root = parameters.difference(*groups)
@@ -131,7 +123,7 @@ def _numel(parameters: set[nn.Parameter]) -> int:
 
 
 def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int) -> int:
-    """The pinned pool of one rank at its comfortable size."""
+    """Return the size of the pinned pool of one rank."""
     if not strategy.uses_nvme:
         return 0
     shard = -(-(total_params if strategy.keeps_compute else largest) // ranks)

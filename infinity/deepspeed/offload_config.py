@@ -1,4 +1,4 @@
-"""The names that DeepSpeed has for places and states, for `Engine.offload_states` and the config."""
+"""DeepSpeed's names of places and states, for `Engine.offload_states` and the config."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ __all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states go."""
+    """Places."""
 
     none = "none"
     cpu = "cpu"
@@ -14,7 +14,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What goes there; infinity sends all at once."""
+    """States; infinity moves all of them at once."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -1,8 +1,8 @@
-"""Whole fp32 values of one parameter: its master, its gradient, its optimizer state, read and set under DeepSpeed's names.
+"""Read and set the fp32 master, gradient and optimizer state of one parameter, under DeepSpeed's names.
 
-A parameter is one of `engine.parameters()`; of others, and of frozen ones, there is nothing to read (None). The `full`
-functions that read are collectives; those that set take the same value on all ranks, of which each keeps its rows. The `local`
-ones read this rank's rows, in the parameter's shape where DeepSpeed has them flat.
+`param` is one of `engine.parameters()`; the result is None for others and for frozen ones. The `full` functions that read are
+collectives. Those that set take the same value on all ranks; each rank keeps its rows. The `local` functions read the rows of
+this rank, in the parameter's shape.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The master."""
+    """Return the master."""
     return _full(_master(param))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient, as the step will have it before it is unscaled and clipped. Raises InfinityError if it was taken out of
-    `.grad`, which `"infinity": {"keep_grad": true}` prevents."""
+    """Return the gradient before it is unscaled and clipped. Raises InfinityError without `"infinity": {"keep_grad": true}` if
+    it was taken out of `.grad`."""
     return _full(_grad(param))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """What the optimizer keeps of each element under this name, such as "exp_avg"."""
+    """Return the optimizer's state of this name, such as "exp_avg"."""
     return _full(_state(param, optim_state_key))
 
 
@@ -55,7 +55,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set what the optimizer keeps under this name. Raises InfinityError before the first step, which makes it."""
+    """Set the optimizer's state of this name. Raises InfinityError before the first step, which makes it."""
     _set(_state(param, optim_state_key), value)
 
 

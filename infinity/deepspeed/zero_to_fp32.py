@@ -1,4 +1,4 @@
-"""DeepSpeed's `zero_to_fp32`: the model of a checkpoint in fp32, as functions and as a command.
+"""DeepSpeed's `zero_to_fp32`: convert a checkpoint to fp32 weights, as functions and as a command.
 
 python -m infinity.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--max_shard_size 5GB] [--tag TAG]
 """
@@ -33,8 +33,8 @@ def load_state_dict_from_zero_checkpoint(
 ) -> _Model:
     """Move `model` to the CPU, load the checkpoint's fp32 values into it, and return it.
 
-    Parameters that the checkpoint lacks stay as they are. Raises CheckpointError where the checkpoint cannot be read, and for
-    a sharded model (one that an engine holds).
+    Parameters that the checkpoint lacks keep their values. Raises CheckpointError if the checkpoint cannot be read, and for the
+    sharded model of an engine.
     """
     if is_sharded(model):
         raise CheckpointError(
