@@ -2,14 +2,17 @@
 
     torchrun --standalone --nproc-per-node 2 examples/integrations/trl_llama.py dpo --nvme-path /local_nvme
 
-The kinds are sft, dpo, grpo, kto and reward. `--plain` uses TRL's own trainer, all in memory: the losses are identical (in
-fp32). With `--from-files`, the model and its reference model are never in memory as a whole.
+The kinds are sft, dpo, grpo, rloo, kto, reward, distillation, and orpo and cpo from `trl.experimental`. `--plain` uses TRL's
+own trainer, all in memory: the losses are identical (in fp32). With `--from-files`, the model and its reference model or
+teacher are never in memory as a whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,17 @@ from trainer_llama import config_for
 
 from infinity.extras import needs
 
-CLASSES = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "reward": "Reward"}
+CLASSES = {
+    "sft": "SFT",
+    "dpo": "DPO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "kto": "KTO",
+    "reward": "Reward",
+    "distillation": "Distillation",
+    "orpo": "ORPO",
+    "cpo": "CPO",
+}
 
 
 def make_tokenizer() -> Any:
@@ -31,10 +44,10 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def save_model(folder: Path, kind: str) -> None:
+def save_model(folder: Path, kind: str, seed: int = 0) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-    set_seed(0)
+    set_seed(seed)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -63,11 +76,31 @@ def make_data(kind: str, count: int) -> Any:
     columns: dict[str, Any] = {"prompt": texts(4, 1)}
     if kind == "sft":
         columns = {"text": texts(10, 1)}
-    elif kind in ("dpo", "reward"):
+    elif kind in ("dpo", "orpo", "cpo", "reward"):
         columns |= {"chosen": texts(5, 2), "rejected": texts(6, 3)}
     elif kind == "kto":
         columns |= {"completion": texts(5, 2), "label": [number % 2 == 0 for number in range(count)]}
     return Dataset.from_dict(columns)
+
+
+def classes_of(kind: str, plain: bool) -> tuple[Any, Any]:
+    """Return the classes of config and trainer."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    import trl
+
+    name = CLASSES[kind]
+    experimental = kind in ("orpo", "cpo")
+    module = import_module(f"trl.experimental.{kind}") if experimental else trl
+    theirs = getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
+    if plain:
+        return theirs
+    from infinity.integrations import trl as ours
+
+    if not experimental:
+        return getattr(ours, f"Infinity{name}Config"), getattr(ours, f"Infinity{name}Trainer")
+    made = type(f"{name}Config", (ours.InfinityTRLArguments, theirs[0]), {})
+    globals()[made.__name__] = made  # where pickle looks for it
+    return made, type(f"{name}Trainer", (ours.InfinityTRL, theirs[1]), {})
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -89,11 +122,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the log there")
     options = parser.parse_args()
     with needs("trl"):
-        import trl
-
-    name, folder = CLASSES[options.kind], options.output / "model"
+        arguments, kind = classes_of(options.kind, options.plain)
+    folder, teacher = options.output / "model", options.output / "teacher"
     if not folder.exists():
         save_model(folder, options.kind)
+        save_model(teacher, options.kind, seed=1)
     settings: dict[str, Any] = {
         "output_dir": str(options.output),
         "use_cpu": not torch.cuda.is_available(),
@@ -112,24 +145,24 @@ def main() -> None:
         "seed": 1,
     }
     given: dict[str, Any] = {}
-    if options.kind == "grpo":
+    if options.kind in ("grpo", "rloo"):
         settings |= {"beta": 0.1, "num_generations": 2, "max_completion_length": 6}
         given = {"reward_funcs": reward}
+    elif options.kind == "distillation":
+        settings |= {"max_completion_length": 6}
+        given = {"teacher_model": str(teacher)}
     if options.precompute:
         settings["precompute_ref_log_probs"] = True
     if options.from_files:
         settings["model_init_kwargs"] = {"device_map": "meta"}
+        if options.kind == "distillation":
+            settings["teacher_model_init_kwargs"] = {"device_map": "meta"}
     if options.lora:
         from peft import LoraConfig
 
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    if options.plain:
-        arguments, kind = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
-    else:
-        from infinity.integrations import trl as ours
-
+    if not options.plain:
         options.nvme_path.mkdir(parents=True, exist_ok=True)
-        arguments, kind = getattr(ours, f"Infinity{name}Config"), getattr(ours, f"Infinity{name}Trainer")
         settings["deepspeed"] = config_for(options.nvme_path) | {
             "infinity": {"micro_batches": "auto" if options.split else 1}
         }
