@@ -75,23 +75,18 @@ class AioHandle:
         )
 
     def get_block_size(self) -> int:
-        """Bytes per submission, as requested."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
-        """Submissions in flight per thread, as requested."""
         return self._queue_depth
 
     def get_single_submit(self) -> bool:
-        """The argument of that name; without effect."""
         return self._single_submit
 
     def get_overlap_events(self) -> bool:
-        """The argument of that name; without effect."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Ring threads, as requested."""
         return self._parallelism
 
     def get_alignment(self) -> int:

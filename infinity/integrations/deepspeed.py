@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _originals: dict[type, dict[str, Any]] = {}  # what the class itself had under t
 
 class _Handle(AioHandle):
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """As in the base class; also memory that DeepSpeed has pinned."""
+        """Return True also for memory that DeepSpeed has pinned."""
         return super().is_pinned(buffer) or bool(get_accelerator().is_pinned(buffer))
 
 
@@ -47,7 +47,7 @@ def install() -> None:
     if builder in _originals:
         return
     _originals[builder] = {name: vars(builder)[name] for name in _REPLACED if name in vars(builder)}
-    builder.load = lambda self, verbose=False: _module
+    builder.load = lambda self, verbose=False: SimpleNamespace(aio_handle=_Handle)
     builder.is_compatible = lambda self, verbose=False: True
     _forget_compatibility()
 
@@ -61,38 +61,6 @@ def uninstall() -> None:
             setattr(builder, name, method)
     _originals.clear()
     _forget_compatibility()
-
-
-def aio_read(
-    buffer: torch.Tensor,
-    filename: str,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Read the file into `buffer` with a new handle; returns 0. Raises IoError."""
-    return _Handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
-
-
-def aio_write(
-    buffer: torch.Tensor,
-    filename: str,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Write `buffer` to the file with a new handle; returns 0. Raises IoError."""
-    return _Handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
-
-
-def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy `src` to `dest`; returns 0."""
-    dest.copy_(src)
-    return 0
 
 
 def main(arguments: list[str]) -> None:
@@ -123,12 +91,8 @@ def _write_ds_io(folder: Path) -> Path:
 
 
 def _forget_compatibility() -> None:
-    """Clear DeepSpeed's cache of which builders work here: the answer has changed."""
+    """Clear DeepSpeed's cache of the builders that work here."""
     vars(deepspeed.ops).pop("__compatible_ops__", None)
-
-
-_module = ModuleType("async_io")
-_module.__dict__.update(aio_handle=_Handle, aio_read=aio_read, aio_write=aio_write, deepspeed_memcpy=deepspeed_memcpy)
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -1,7 +1,7 @@
-"""Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
+"""A Lightning strategy on infinity's engine, with the names and arguments of Lightning's DeepSpeed strategy.
 
-Importing this registers the names, such as `Trainer(strategy="infinity_stage_3_offload_nvme")`. Lightning keeps its loops, data
-and callbacks; the engine shards, pages, steps, saves and loads.
+The import registers names such as `Trainer(strategy="infinity_stage_3_offload_nvme")`. Lightning keeps its loops, data and
+callbacks; the engine shards, pages, steps, saves and loads.
 """
 
 from __future__ import annotations
@@ -53,23 +53,19 @@ class InfinityStrategy(ModelParallelStrategy):
 
     Args:
         stage: 0 to 3; parameters are offloaded at 3 only.
-        remote_device: "nvme" or "cpu": where parameters rest, as `offload_params_device`; "meta" changes nothing.
-        offload_optimizer, offload_parameters: whether optimizer state, parameters rest away from the device.
-        offload_optimizer_device, offload_params_device: "cpu" or "nvme".
-        nvme_path: a folder on the drive, or several; "auto" where nothing has to be written, as with `weights` and adapters.
-        params_buffer_count, params_buffer_size, optimizer_buffer_count, max_in_cpu, pin_memory, sub_group_size: of the blocks
-            `offload_param`, `offload_optimizer` and `zero_optimization` of the config; None leaves the choice to infinity.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: of the block `aio`; likewise.
-        config: the whole config, as a dict or a path to JSON; all arguments above are ignored then.
-        weights: safetensors (file or folder) that fill the model, each rank reading only its rows. They have the names of the
-            module, or of the model that it holds. Frozen parameters stay in these files where parameters rest on NVMe, and
-            what has values already beside a model of PEFT keeps them.
-        trust_checkpoints: also load checkpoints with more than plain values and tensors, which runs code that they contain.
+        remote_device: "nvme" or "cpu" offloads parameters there; "meta" changes nothing.
+        nvme_path: a folder on the drive, or several; "auto" if nothing has to be written, as with `weights` and adapters.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: of the block `aio` of the config. These and the
+            other arguments of DeepSpeed's strategy mean the same; None leaves the choice to infinity.
+        config: the whole config, as a dict or a path to JSON; the arguments above are then ignored.
+        weights: safetensors (file or folder) that fill the model, or the model that the module holds. Frozen parameters stay
+            in these files if parameters are offloaded to NVMe. Modules beside a model of PEFT keep the values they have.
+        trust_checkpoints: also load checkpoints with more than plain values and tensors, which runs code in them.
 
-    The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed" and their
-    "true" kin, which mean the same here) go into the config. One optimizer, Adam or AdamW, and automatic optimization.
+    The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed"; "true" means
+    "mixed") go into the config. One optimizer, Adam or AdamW, and automatic optimization.
 
-    `engine` is infinity's. It stays open after `fit` so that the same Trainer can test; `close()` frees memory and drive.
+    `engine` stays open after `fit` so that the same Trainer can test; `close()` frees memory and drive space.
     """
 
     def __init__(
@@ -293,10 +289,9 @@ class InfinityStrategy(ModelParallelStrategy):
                 _save_training_state(training_state, folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what `save_checkpoint` wrote, at any number of ranks. A collective. Raises CheckpointError.
+        """Load a checkpoint, at any number of ranks. A collective. Raises CheckpointError.
 
-        `weights_only`: the Trainer's argument, which not all of its versions pass. Where it is None, `trust_checkpoints` says
-        whether code in the checkpoint may run.
+        `weights_only`: the Trainer's argument, which not all versions pass. If None, `trust_checkpoints` decides.
         """
         assert self.engine is not None
         folder = Path(self.broadcast(checkpoint_path))
@@ -324,7 +319,7 @@ class InfinityStrategy(ModelParallelStrategy):
 
 
 def _save_training_state(training_state: dict[str, Any], folder: Path) -> None:
-    """Write Lightning's training state, atomically. Warns where it can't be loaded without running code."""
+    """Write Lightning's training state, atomically. Warn if loading it would run code."""
     content = io.BytesIO()
     torch.save(training_state, content)
     content.seek(0)
@@ -332,8 +327,8 @@ def _save_training_state(training_state: dict[str, Any], folder: Path) -> None:
         torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         log.warning(
-            "%s holds other things than plain values (%s), such as objects in hyperparameters or in a callback's state: "
-            "loading it takes InfinityStrategy(trust_checkpoints=True), which runs code that is in it",
+            "%s holds more than plain values (%s), such as objects in hyperparameters or in a callback's state: "
+            "loading it takes InfinityStrategy(trust_checkpoints=True), which runs code in it",
             folder / _TRAINING_STATE,
             _reason(error),
         )
@@ -357,8 +352,8 @@ def _load_training_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
             ) from None
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{path} is damaged, or holds other things than plain values ({_reason(error)}): if you trust who wrote "
-                "it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
+                f"{path} is damaged, or holds more than plain values ({_reason(error)}): if you trust its author, pass "
+                "trust_checkpoints=True to InfinityStrategy, which runs code in it"
             ) from None
         if not isinstance(training_state, dict):
             raise ValueError("it holds something else")
@@ -366,15 +361,10 @@ def _load_training_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The line of torch's message that says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    names = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (
-        (names or lines or [type(error).__name__])[0]
-        .split(". ")[0]
-        .removeprefix("WeightsUnpickler error: ")
-        .rstrip(".")
-    )
+    """Return the cause from torch's message."""
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    line = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
+    return line.split(". ")[0].removeprefix("WeightsUnpickler error: ").rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -388,7 +378,7 @@ class _Sharded:
 
 
 def _owners(module: nn.Module) -> frozenset[nn.Module]:
-    """The modules in it that have parameters of their own."""
+    """Return the modules in it that have parameters of their own."""
     return frozenset(part for part in module.modules() if any(p is not None for p in part._parameters.values()))
 
 

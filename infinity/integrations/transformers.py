@@ -53,12 +53,11 @@ class InfinityTrainingArguments(TrainingArguments):
 class InfinityTrainer(Trainer):
     """A Trainer that trains models larger than memory. Its `args` are InfinityTrainingArguments with `deepspeed` set.
 
-    `engine` is infinity's, from the first `train`, `evaluate` or `predict` on. The model may be built on the meta device
-    (`infinity.init_empty`); then `weights` names the safetensors (file or folder) that fill it, or its own initialisation does.
-    Of a model of PEFT, `weights` are those of the model below, frozen ones stay in these files, and what is saved are the
-    adapters.
+    `engine` is infinity's, from the first `train`, `evaluate` or `predict` on. A model on the meta device
+    (`infinity.init_empty`) is filled from `weights`, safetensors (file or folder), or by its own initialisation. For a model of
+    PEFT, `weights` are those of its base model; frozen weights stay in these files, and the adapters are saved.
 
-    Raises ConfigError where config and arguments contradict each other.
+    Raises ConfigError if config and arguments contradict each other.
     """
 
     engine: Engine | None = None
@@ -134,8 +133,7 @@ class InfinityTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """`compute_loss`, also a subclass's; where the engine splits the batch, part by part. The outputs have nothing but the
-        loss then."""
+        """Call `compute_loss`; if the engine splits the batch, for each part, and the outputs are the loss alone."""
         compute, engine = self._compute_whole, self._ensure_engine()
         told_items = {"num_items_in_batch": num_items_in_batch}
         if not engine.splits:
@@ -179,8 +177,7 @@ class InfinityTrainer(Trainer):
         self._ensure_engine().finish_checkpoint()  # the Trainer removes older ones next
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in the dtype of compute, for `from_pretrained`; of a model of PEFT the adapters, in fp32. A
-        collective; holds at most 2 GiB in memory."""
+        """Write the model in the compute dtype, for `from_pretrained`; of PEFT the adapters, in fp32. A collective."""
         engine = self._ensure_engine()
         folder = Path(output_dir or self.args.output_dir)
         if has_adapters(engine.module):
@@ -307,7 +304,7 @@ class _SteppedByEngine:
 
 
 def _check_agreement(config: Config, args: TrainingArguments) -> None:
-    """Raises ConfigError where the JSON and the arguments have different numbers."""
+    """Raise ConfigError if the JSON and the arguments have different numbers."""
     pairs = {
         "train_micro_batch_size_per_gpu": (config.batch.micro, "per_device_train_batch_size"),
         "gradient_accumulation_steps": (config.batch.accumulation, "gradient_accumulation_steps"),

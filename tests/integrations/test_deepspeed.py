@@ -164,18 +164,6 @@ def test_deepspeed_counts_the_op_as_compatible() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_functions_beside_the_handle(nvme_path: Path) -> None:
-    module, content = builder()().load(), torch.randn(3000)
-    path = str(nvme_path / "file")
-    assert module.aio_write(content, path, 1 << 20, 8, False, True, True) == 0
-    back = torch.empty_like(content)
-    assert module.aio_read(back, path, 1 << 20, 8, False, True, True) == 0
-    assert torch.equal(back, content)
-    assert module.deepspeed_memcpy(back, content * 2) == 0
-    assert torch.equal(back, content * 2)
-
-
-@pytest.mark.usefixtures("installed")
 def test_what_deepspeed_has_pinned_is_pinned() -> None:
     """Its swappers assert this of their buffers."""
     handle = builder()().load().aio_handle()

@@ -246,7 +246,7 @@ def test_no_code_of_a_checkpoint_is_run_unless_asked_for(
     assert model.kept == {"seen": 3}
     before = {name: p.full_tensor() + 0 for name, p in model.named_parameters()}
     with pytest.raises(
-        CheckpointError, match=r"lightning\.pt .*mkdir.*if you trust who wrote it, pass trust_checkpoints"
+        CheckpointError, match=r"lightning\.pt .*mkdir.*if you trust its author, pass trust_checkpoints"
     ):
         trainer.validate(model, loader(2), ckpt_path=tmp_path / "spiteful", verbose=False)
     assert not (tmp_path / "ran").exists()
