@@ -79,7 +79,10 @@ except AttributeError as error:
         ("infinity.ops.sparse_attention", "ops.sparse_attention is not available: use torch.nn.attention"),
         ("from infinity.ops.op_builder import GDSBuilder", "AsyncIOBuilder reads and writes through host memory"),
         ("from infinity.runtime.fp16.fused_optimizer import FP16_Optimizer", "initialize() returns the optimizer"),
-        ("from infinity.runtime.zero.partition_parameters import ZeroParamStatus", "parameters have no ds_status"),
+        (
+            "from infinity.runtime.zero.partition_parameters import ZeroParamStatus",
+            "use infinity.zero; parameters have",
+        ),
     ],
 )
 def test_names_of_deepspeed_that_are_refused_say_what_to_do(statement: str, words: str) -> None:
@@ -88,10 +91,6 @@ def test_names_of_deepspeed_that_are_refused_say_what_to_do(statement: str, word
 
 
 def test_a_missing_name_without_a_refusal_is_an_ordinary_error() -> None:
-    for statement in (
-        "import infinity.compressing",
-        "from infinity.zero import Inits",
-        "import infinity.ops.op_builders",
-    ):
+    for statement in ("import infinity.compressing", "from infinity.ops.op_builder import CPUAdamBuilder"):
         with pytest.raises(ImportError, match=r"No module named|cannot import name"):
             exec(statement)

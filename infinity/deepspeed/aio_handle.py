@@ -1,4 +1,4 @@
-"""DeepSpeed's I/O handle on infinity's I/O engine; imports nothing of DeepSpeed.
+"""DeepSpeed's `ops.op_builder`: its I/O handle, on infinity's I/O engine; imports nothing of DeepSpeed.
 
 A handle owns an engine, and the calls that were not waited for. Locked tensors belong to all handles of the process: a slab
 is freed with the last tensor over it, or the last transfer that holds it. Any thread may use both; the bytes move on the
@@ -19,11 +19,13 @@ import os
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from infinity._aio import Engine, File, PinnedSlab, Priority, Transfer
+from infinity.deepspeed.refused import refusal_of
 from infinity.errors import IoError
 from infinity.units import GIB, MIB, PAGE_BYTES, align_up
 
@@ -215,6 +217,22 @@ class AioHandle:
                 self.wait()
         except OSError as failure:
             log.warning("nobody waited for a failed call: %s", failure)
+
+
+class AsyncIOBuilder:
+    """DeepSpeed's builder of the handle, which needs no compiler here."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(aio_handle=AioHandle)
+
+
+def __getattr__(name: str) -> Any:
+    raise refusal_of(f"infinity.ops.op_builder.{name}") or AttributeError(f"infinity.ops.op_builder has no {name}")
 
 
 class _Call:

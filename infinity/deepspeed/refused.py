@@ -18,7 +18,7 @@ _REFUSED = {
     "use torch.nn.attention.flex_attention": "ops.sparse_attention",
     "choose and order the samples in the dataset or its sampler": "runtime.data_pipeline",
     "initialize() returns the optimizer": "runtime.fp16",
-    "parameters have no ds_status: use engine.module_state_dict()": "runtime.zero.partition_parameters.ZeroParamStatus",
+    "use infinity.zero; parameters have no ds_status": "runtime.zero.partition_parameters",
     "tensor and sequence parallelism are not supported": "runtime.domino sequence tp_model_init",
 }
 """What to do instead → names of DeepSpeed that are refused, with all below them."""
