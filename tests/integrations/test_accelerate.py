@@ -64,7 +64,6 @@ def test_a_loop_gives_accelerate_s_numbers_and_its_state_can_be_loaded(
     assert not list(nvme_path.iterdir())
 
 
-@pytest.mark.long
 def test_two_ranks_of_accelerate_launch_give_its_losses(tmp_path: Path, nvme_path: Path) -> None:
     """Norms of shards are summed in another order than those of whole gradients."""
     config = write_config(tmp_path, nvme_path, gradient_clipping=1000.0)
