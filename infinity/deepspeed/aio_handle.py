@@ -211,12 +211,12 @@ class AioHandle:
         return 0
 
     def __del__(self) -> None:
-        """Wait for calls that nobody has waited for, and log a failure, which nobody else would learn of."""
+        """Wait for calls without a `wait`, and log a failure."""
         try:
             if getattr(self, "_pending", None):
                 self.wait()
         except OSError as failure:
-            log.warning("nobody waited for a failed call: %s", failure)
+            log.warning("a call without a wait() failed: %s", failure)
 
 
 class AsyncIOBuilder:

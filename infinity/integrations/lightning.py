@@ -59,7 +59,7 @@ class InfinityStrategy(ModelParallelStrategy):
             other arguments of DeepSpeed's strategy mean the same; None leaves the choice to infinity.
         config: the whole config, as a dict or a path to JSON; the arguments above are then ignored.
         weights: safetensors (file or folder) that fill the model, or the model that the module holds. Frozen parameters stay
-            in these files if parameters are offloaded to NVMe. Modules beside a model of PEFT keep the values they have.
+            in these files if parameters are offloaded to NVMe. Modules outside a model of PEFT keep their values.
         trust_checkpoints: also load checkpoints with more than plain values and tensors, which runs code in them.
 
     The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed"; "true" means
@@ -172,7 +172,7 @@ class InfinityStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if not sharded.trains:
                 raise ConfigError(
-                    "the module was sharded by an evaluation in which configure_optimizers failed: fit first, or build it anew"
+                    "the module was sharded by an evaluation in which configure_optimizers failed: fit first, or rebuild it"
                 )
             self.optimizers, self.lr_scheduler_configs = [sharded.engine.optimizer], sharded.schedules
 
