@@ -611,7 +611,6 @@ def test_features_that_change_the_mathematics_are_refused_when_on() -> None:
     "on",
     [
         {"sequence_parallel_size": 2},
-        {"tensor_parallel": {"autotp_size": 4}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     ],
 )
@@ -626,8 +625,6 @@ def test_what_is_on_without_an_enabled_is_refused_too(on: dict[str, Any]) -> Non
     "off",
     [
         {"sequence_parallel_size": 1},
-        {"tensor_parallel": {"autotp_size": 1}},
-        {"tensor_parallel": {"enabled": False, "autotp_size": 4}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
     ],
 )

@@ -38,11 +38,12 @@ from infinity.checkpoint.checks import check_same_model, failing_as, refusing, v
 from infinity.checkpoint.commits import order_of_groups, record_of
 from infinity.checkpoint.draft import Draft, manifest_of
 from infinity.checkpoint.manifest import Manifest, stored_file
-from infinity.checkpoint.snapshot import Snapshot, rows_of
+from infinity.checkpoint.snapshot import Snapshot
 from infinity.checkpoint.stored_arena import RankState, StoredArena, arena_name, check_record, prove, record_name
 from infinity.checkpoint.training_state import encode
 from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.placements import has_whole_rows, place_in_whole
 from infinity.fsdp2.sharding import reset
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.arena_copy import Copying
@@ -314,13 +315,19 @@ def _assemble(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Opti
         fields = {Field.MASTER: parameter.data} | {field: state[name] for name, field in moments if name in state}
         for field, tensor in fields.items():
             assert isinstance(tensor, DTensor)
-            mesh = tensor.device_mesh
-            first, end = rows_of(tensor.shape, mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1))
-            local = tensor._local_tensor
-            assert local.numel() == end - first, f"{names[0]} is not sharded by rows"
-            flat = local.view(-1)
-            for start, numel in _cut(end - first):
-                flat[start : start + numel].copy_(stored.read(names[0], field, first + start, numel))
+            local, place = tensor._local_tensor, place_in_whole(tensor)
+            row = tensor.shape[1:].numel()
+            first = place[0].start * row
+            if has_whole_rows(tensor):
+                flat = local.view(-1)
+                for start, numel in _cut(local.numel()):
+                    flat[start : start + numel].copy_(stored.read(names[0], field, first + start, numel))
+            else:
+                columns = (slice(None), *place[1:])
+                for rows in local.split(max(1, _PIECE_NUMEL // row)):
+                    whole = stored.read(names[0], field, first, len(rows) * row).view(-1, *tensor.shape[1:])
+                    rows.copy_(whole[columns])
+                    first += len(rows) * row
 
 
 def _cut(numel: int) -> Iterator[tuple[int, int]]:

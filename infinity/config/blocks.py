@@ -215,6 +215,30 @@ class ActivationCheckpointingConfig(Block):
     )
 
 
+class TensorParallelConfig(Block):
+    """Tensor parallelism: groups of ranks split each matrix and get the same batch; parameters are sharded over the groups.
+    [parallelism.md](parallelism.md) says for which models.
+    """
+
+    enabled: rules.Flag = True
+    """False ignores this block."""
+    autotp_size: rules.Count = 0
+    """Number of ranks that split a model, by the `tp_plan` that transformers' models have; 0 and 1 split nothing. In
+    DeepSpeed: Splits by lists of layer names."""
+
+    ignored_keys = names_of(
+        """
+        dtype injection_policy_tuple keep_module_on_host partition_config preset_model replace_with_kernel_inject
+        tensor_parallel tp_overlap_comm
+        """
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that split a model."""
+        return max(1, self.autotp_size) if self.enabled else 1
+
+
 class FlopsProfilerConfig(Block):
     """A report of what the forward of one step computes and how long its parts take, module by module.
 

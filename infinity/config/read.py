@@ -275,7 +275,7 @@ def _is_on(value: Any) -> bool:
     if isinstance(value, Mapping):
         if "enabled" in value:
             return _is_on(value["enabled"])
-        return any(_is_on(inner) for key, inner in value.items() if key == "autotp_size" or isinstance(inner, Mapping))
+        return any(_is_on(inner) for inner in value.values() if isinstance(inner, Mapping))
     if isinstance(value, str):
         return value.lower() == "true"
     return value is True or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 1)

@@ -27,7 +27,8 @@ _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 
 
 class Batch(NamedTuple):
-    """A solved batch: `train` = `micro` · `accumulation` · world size, all in samples but `accumulation` (passes)."""
+    """A solved batch: `train` = `micro` · `accumulation` · ranks with batches of their own, all in samples but
+    `accumulation` (passes)."""
 
     train: int
     micro: int
@@ -70,6 +71,8 @@ class Config(Block):
     """How transfers are cut and queued."""
     infinity: blocks.InfinityConfig = blocks.InfinityConfig()
     """Settings that DeepSpeed does not have."""
+    tensor_parallel: blocks.TensorParallelConfig = blocks.TensorParallelConfig()
+    """Ranks that split each matrix."""
     bf16: blocks.Bf16Config = blocks.Bf16Config()
     """Training in bf16."""
     fp16: blocks.Fp16Config = blocks.Fp16Config()
@@ -107,7 +110,7 @@ class Config(Block):
     feature_keys = names_of(
         """
         amp compression_training curriculum_learning data_efficiency elasticity expert_parallel
-        progressive_layer_drop quantize_training sequence_parallel_size tensor_parallel torch_autocast
+        progressive_layer_drop quantize_training sequence_parallel_size torch_autocast
         """
     )
 
@@ -183,6 +186,10 @@ class Config(Block):
         values = self.model_dump(exclude_unset=True)
         _fill_autos(values, self.auto, hidden_size, caller)
         config = validated(values, "config")
+        if world_size % (tensor_ranks := config.tensor_parallel.ranks):
+            problem = f"tensor_parallel.autotp_size: got {tensor_ranks}, expected a divisor of the {world_size} ranks"
+            raise config_error("config", [problem])
+        world_size //= tensor_ranks
         batch = solve_batch(*(getattr(config, name) for name in _BATCH_SIZES), world_size=world_size)
         config = config.model_copy(update=dict(zip(_BATCH_SIZES, batch, strict=True)))
         config._ignored = self.ignored

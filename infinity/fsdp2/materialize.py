@@ -26,7 +26,9 @@ from infinity.errors import CheckpointError, parsing
 from infinity.fsdp2.adapters import is_copy, names_in_files
 from infinity.fsdp2.experts import parts_in_files, place_in_stack, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.placements import as_sharded, has_whole_rows, place_in_whole
 from infinity.fsdp2.scalars import scalar_names
+from infinity.fsdp2.sharding import local_of
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, Stack, StoredParameter, StoredTensor, read_header
 from infinity.store.formats import parameters_in
@@ -48,8 +50,7 @@ INDEX = "model.safetensors.index.json"
 @torch.no_grad()
 def load_full(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """Set this rank's shard of a parameter, or of a tensor sharded like one, from the whole tensor."""
-    local, start = _local_rows(parameter)
-    local.copy_(full.reshape(parameter.shape)[start : start + local.shape[0]])
+    local_of(parameter.data).copy_(full.reshape(parameter.shape)[place_in_whole(parameter.data)])
 
 
 def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
@@ -84,7 +85,7 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model, where)
     for parameter, names in parameter_names(model).items():
-        if parameter.requires_grad or not parameter.numel() or is_copy(names[0]):
+        if parameter.requires_grad or not parameter.numel() or is_copy(names[0]) or not has_whole_rows(parameter):
             continue
         stored = _stored(found_as(names), where)
         if stored is None or (isinstance(stored, StoredTensor) and stored.dtype not in FOREIGN_DTYPES):
@@ -147,19 +148,19 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         for tensor, stored in stored_as.items():
             if names_of[tensor][0] in but:
                 continue
-            local, start = _local_rows(tensor)
+            local, place = local_of(tensor.data), place_in_whole(tensor.data)
             name = next((name for name in with_parts(in_files[tensor]) if parameters.get(name) is stored), "")
             if not name or not isinstance(stored, StoredTensor):
-                rows = torch.empty(local.shape)
-                read_rows(stored, start, rows)
-                local.copy_(rows)
+                rows = torch.empty(local.shape[:1] + tensor.shape[1:])
+                read_rows(stored, place[0].start if place else 0, rows)
+                local.copy_(rows[(slice(None), *place[1:])[: rows.dim()]])
                 continue
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(where[name].get_tensor(name))
             elif names_of[tensor][0] in scalars:
                 load_full(tensor, where[name].get_tensor(name))
             elif local.numel():
-                local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
+                local.copy_(where[name].get_slice(name)[place])
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
@@ -171,16 +172,6 @@ def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
         return dict.fromkeys(tensors.keys(), tensors)
 
     return _by_name(path, opened)
-
-
-def _local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this rank's shard, and the index of its first row in the whole."""
-    data = parameter.data
-    if not isinstance(data, DTensor):
-        return data, 0
-    mesh = data.device_mesh
-    rows = -(-data.shape[0] // mesh.size(-1))
-    return data._local_tensor, rows * mesh.get_local_rank(mesh.ndim - 1)
 
 
 def _by_name(path: Path, tensors_in: Callable[[Path], Mapping[str, _T]]) -> dict[str, _T]:
@@ -247,7 +238,4 @@ def gathered(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this rank has the rows `local`, sharded as `like`. A collective."""
     if not isinstance(like, DTensor) or not like.numel():
         return local.reshape(like.shape)
-    whole: torch.Tensor = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    ).full_tensor()
-    return whole
+    return as_sharded(local, like).full_tensor()

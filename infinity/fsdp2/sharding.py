@@ -6,19 +6,20 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.experts import Expert
 from infinity.fsdp2.guarded import TakeUnreduced, set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
+from infinity.fsdp2.placements import is_by_rows, part_of, shard_ranks
 from infinity.fsdp2.private import TrainingState
 
 
@@ -163,21 +164,26 @@ def _guarded_state_dict(
 
 @dataclass(frozen=True)
 class ParameterOutline:
-    """A parameter: its own name, whole shape, and True if it is trained."""
+    """A parameter: its own name, the shape of what is gathered, and True if it is trained. `first_row`: of that in the
+    whole."""
 
     name: str
     shape: torch.Size
     trained: bool
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """A group. `gathers`: 2 per micro-batch, or 1 if it stays gathered until the backward."""
+    """A group. `gathers`: 2 per micro-batch, or 1 if it stays gathered until the backward. `ranks`: the number of ranks
+    over which FSDP2 shards it. `rank`: this rank's number among them."""
 
     name: str
     parameters: tuple[ParameterOutline, ...]
     gathers: int
     is_expert: bool = False
+    ranks: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,21 +221,31 @@ def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
 
 def shard_shapes(parameter: DTensor) -> tuple[torch.Size, torch.Size]:
     """Return the shape of this rank's shard, without and with padding. (FSDP2 pads a shard without elements.)"""
-    padded = padded_shape(parameter.shape, parameter.device_mesh.size(-1))
+    padded = padded_shape(part_of(parameter)[0], shard_ranks(parameter)[0])
     return parameter._local_tensor.shape if parameter.numel() else padded, padded
 
 
-def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
-    """Return the groups that a model will have after `fully_shard` on each of `wrap` and on the root."""
+def outlined_groups(
+    model: nn.Module,
+    wrap: Sequence[nn.Module],
+    ranks_of: Callable[[nn.Module], tuple[int, int]] = lambda module: (1, 0),
+) -> list[GroupOutline]:
+    """Return the groups that a model will have after `fully_shard` on each of `wrap` and on the root. `ranks_of`:
+    returns the `ranks` and `rank` of a group."""
     chosen = {*wrap, model}
-    owners = {
-        clean_name(name): isinstance(module, Expert) for name, module in model.named_modules() if module in chosen
-    }
+    owners = {clean_name(name): module for name, module in model.named_modules() if module in chosen}
     members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
-        members[owner_of(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
+        shape, first = part_of(parameter, sharded=False)
+        members[owner_of(names[0], owners)].append(ParameterOutline(names[0], shape, parameter.requires_grad, first))
     return [
-        GroupOutline(owner or "root", tuple(group), 2 if owner else 1, owners[owner])
+        GroupOutline(
+            owner or "root",
+            tuple(group),
+            2 if owner else 1,
+            isinstance(owners[owner], Expert),
+            *ranks_of(owners[owner]),
+        )
         for owner, group in members.items()
         if group
     ]
@@ -254,21 +270,33 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for parameter, names in parameter_names(model).items():
         if "" in modules and not isinstance(parameter, DTensor) and not parameter.requires_grad:
             continue
-        outline = ParameterOutline(names[0], parameter.shape, parameter.requires_grad)
         owner = owner_of(names[0], modules)
-        members[owner][outline] = _checked(names[0], parameter, modules[owner])
+        sharded = _checked(names[0], parameter, modules[owner])
+        shape, first = part_of(sharded)
+        members[owner][ParameterOutline(names[0], shape, parameter.requires_grad, first)] = sharded
     return [
         ShardedGroup(
             owner or "root",
             tuple(group),
             _gathers(modules[owner], not owner),
             isinstance(modules[owner], Expert),
+            *_ranks_of(owner, group.values()),
             module=modules[owner],
             sharded=tuple(group.values()),
         )
         for owner, group in members.items()
         if group
     ]
+
+
+def _ranks_of(owner: str, sharded: Collection[DTensor]) -> tuple[int, int]:
+    ranks = {*map(shard_ranks, sharded)}
+    if len(ranks) > 1:
+        raise ConfigError(
+            f"the parameters of group {owner or 'root'} are sharded over different numbers of ranks: call fully_shard on "
+            "each module with one mesh for all its parameters"
+        )
+    return next(iter(ranks))
 
 
 def owner_of(name: str, owners: Container[str]) -> str:
@@ -415,10 +443,11 @@ def _checked(name: str, parameter: nn.Parameter, owner: FSDPModule) -> DTensor:
             f"parameter {name} is trained and not sharded: take it out of ignored_params of fully_shard, or freeze it; if it "
             "was put into the model after fully_shard, put it there before"
         )
-    if parameter.placements not in ((Shard(0),), (Replicate(), Shard(0))):
+    if not is_by_rows(parameter):
         raise ConfigError(
-            f"parameter {name} has placements {parameter.placements}; only Shard(0), alone or replicated (HSDP), can "
-            "be paged"
+            f"parameter {name} has placements {parameter.placements} with {parameter._local_tensor.shape[:1].numel()} "
+            "rows here; only what fully_shard shards by rows (Shard(0)), alone or replicated (HSDP), of a whole "
+            "parameter or of even parts (tensor or expert parallel), can be paged"
         )
     if parameter.requires_grad and not parameter.numel():
         raise ConfigError(

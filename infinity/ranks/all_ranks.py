@@ -29,15 +29,18 @@ def from_first_rank(value: _T) -> _T:
     return values[0]
 
 
-def take_from_first_rank(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give each tensor, except on the meta device, its values on the first rank. A collective of all ranks. One tensor
-    at a time is on `device`, from which it is sent. Memory that already holds these values is not written to."""
-    for tensor in tensors if dist.get_world_size() > 1 else ():
+def take_from_first_rank(
+    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give each tensor, except on the meta device, its values on the first rank of `group` (None: all ranks). A
+    collective of these. One tensor at a time is on `device`, from which it is sent. Memory that already holds these
+    values is not written to."""
+    for tensor in tensors if dist.get_world_size(group) > 1 else ():
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             continue
         values = tensor.detach().to(device).contiguous()
         sent = values.clone()
-        dist.broadcast(sent.flatten().view(torch.uint8), src=0)
+        dist.broadcast(sent.flatten().view(torch.uint8), group=group, group_src=0)
         if not torch.equal(sent.flatten().view(torch.uint8), values.flatten().view(torch.uint8)):
             tensor.data = torch.empty_like(tensor).copy_(sent)
 

@@ -184,7 +184,8 @@ class DeepSpeedSurface:
             raise InfinityError(
                 "the batch sizes of a step that has begun can't change: call step() or zero_grad() first"
             )
-        config = self.config.model_copy(update=sizes).resolve(world_size=self.world_size)
+        shares = self.world_size // self._parts.resolved.tensor_ranks
+        config = self.config.model_copy(update=sizes).resolve(world_size=shares * self.config.tensor_parallel.ranks)
         self._check_accumulates(config.batch.accumulation > 1)
         self.config, self._parts.resolved = config, replace(self._parts.resolved, config=config)
         self._progress.accumulate(config.batch.accumulation)
@@ -210,7 +211,9 @@ class DeepSpeedSurface:
         """Return a loader of this rank's share of a dataset, as `initialize(training_data=...)` does: in DeepSpeed's random
         order if `route` is "train", else in the dataset's."""
         if data_sampler is None and hasattr(dataset, "__getitem__"):
-            data_sampler = DistributedSampler(dataset, shuffle=route == "train")
+            same = self._parts.resolved.tensor_ranks  # neighbours that get the same share
+            shares, share = self.world_size // same, dist.get_rank() // same
+            data_sampler = DistributedSampler(dataset, shares, share, shuffle=route == "train")
         return DataLoader(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),

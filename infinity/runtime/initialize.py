@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint.commits import open_run, restore_arena, unpaged_state_of
@@ -28,6 +29,7 @@ from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_log
 from infinity.runtime.engine import Engine
+from infinity.runtime.meshes import Grid, check_plan, given_grid
 from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
     Groups,
@@ -63,6 +65,7 @@ def initialize(
     *,
     weights: str | os.PathLike[str] | None = None,
     init_fn: InitFn | None = None,
+    mesh: DeviceMesh | None = None,
     auto: Mapping[str, Any] | None = None,
     resume: bool | Literal["must"] = False,
 ) -> tuple[Engine, Any, Any, Any]:
@@ -88,6 +91,8 @@ def initialize(
             frozen ones stay in these files and are read from there in each step: the files must not change
             (docs/frozen_weights.md).
         init_fn: called with each module that was built on the meta device, to initialise its parameters.
+        mesh: of a model whose parameters are split already (tensor parallel): all ranks in named dimensions, those of the
+            split last (docs/parallelism.md).
         auto: values for "auto" in the config, by the names that `Config.resolve` takes, such as `lr=3e-4`.
         resume: continue from the last committed step of a run with `infinity.durability` "step": `engine.global_steps` steps
             are done, and parameters, optimizer state, schedule and random numbers are restored (nothing is drawn; `weights`
@@ -112,7 +117,8 @@ def initialize(
         show_log()
         with raise_on_all_ranks():
             check_supported(model, init_fn, weights)
-            asked = _understand(source, model, optimizer, model_parameters, auto or {})
+            grid = given_grid(model, mesh)
+            asked = _understand(source, model, optimizer, model_parameters, grid, auto or {})
         check_alike(model, weights)
         if dist.get_rank() == 0:
             report_config(asked.config)
@@ -120,8 +126,8 @@ def initialize(
         if run is not None:
             undo.callback(run.give_up)
         stays = weights if asked.config.infinity.checkpoint_format != "arena" else None  # an arena has the whole model
-        resolved, swap, live, activations = shard_and_page(model, asked.resolved, run, stays, undo)
-        peers, routes = _make_peers(model, resolved.shard_ranks)
+        resolved, swap, live, activations = shard_and_page(model, asked.resolved, run, stays, undo, grid)
+        peers, routes = _make_peers(model, resolved.copy_ranks)
         undo.callback(peers.close)
         with drawing_alike(), raise_on_all_ranks():
             unpaged_state = None
@@ -172,12 +178,19 @@ class _Asked(NamedTuple):
     resolved: Resolved
 
 
-def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, auto: Mapping[str, Any]) -> _Asked:
+def _understand(
+    source: Any, model: nn.Module, optimizer: Any, parameters: Any, grid: Grid | None, auto: Mapping[str, Any]
+) -> _Asked:
     """Read the arguments before anything is changed. Raises ConfigError for contradictions."""
     described = getattr(model, "config", None)  # that of Hugging Face's models
     sizes = (getattr(described, name, None) for name in ("hidden_size", "n_embd", "d_model"))
     hidden_size = next((size for size in sizes if isinstance(size, int)), None)
-    config = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=hidden_size, **auto)
+    ranks = dist.get_world_size() if grid is None else grid.data.size()
+    config = load_config(source).resolve(world_size=ranks, hidden_size=hidden_size, **auto)
+    if (tensor_ranks := config.tensor_parallel.ranks) > 1:
+        if grid is not None:
+            raise ConfigError("tensor_parallel.autotp_size: leave it out with mesh=, which says what is split")
+        check_plan(model, tensor_ranks)
     check_monitors(config)
     stepper = early = None
     if config.offloads:
@@ -198,6 +211,8 @@ def _understand(source: Any, model: nn.Module, optimizer: Any, parameters: Any, 
         moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
         matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
         trains=optimizer is not None or config.optimizer is not None,
+        tensor_ranks=tensor_ranks if grid is None else grid.tensor_ranks,
+        shard_ranks=None if grid is None else grid.shard_ranks,
         device_type=compute_device().type,
     )
     return _Asked(config, optimizer, groups, stepper, resolved)
@@ -211,16 +226,16 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | None]:
+def _make_peers(model: nn.Module, copy_ranks: int) -> tuple[Peers, Routes | None]:
     """Return the other ranks of a sharded model, and the checker of their common path through it; None if each rank gathers
     alone."""
-    parameter = next(model.parameters())  # all are sharded over the same mesh
-    assert isinstance(parameter, DTensor)
     assert dist.group.WORLD is not None
-    groups = {group.group_name: group for group in (dist.group.WORLD, *parameter.device_mesh.get_all_groups())}
-    first = dist.get_rank() // shard_ranks * shard_ranks
-    gathering = range(first, first + shard_ranks)
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    all_groups = (dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups()))
+    groups = {group.group_name: group for group in all_groups}
+    first = dist.get_rank() // copy_ranks * copy_ranks
+    gathering = range(first, first + copy_ranks)
     peers = Peers([*groups.values()], gathering)
-    if shard_ranks == 1:
+    if copy_ranks == 1:
         return peers, None
     return peers, Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)

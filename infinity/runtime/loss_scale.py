@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from infinity.config.blocks import Fp16Config
@@ -124,17 +125,20 @@ def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter,
 
     taken: norms (0-D) of gradients that have left `.grad`. Raises InfinityError if there is no gradient at all.
     """
-    norms = []
+    norms: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter in taken:
-            norms.append(taken[parameter])
-        elif parameter.grad is not None:
+        norm = taken.get(parameter)
+        if norm is None and parameter.grad is not None:
             grad = local_of(parameter.grad) if is_alone(parameter.grad) else parameter.grad
-            norms.append(torch.linalg.vector_norm(grad, 2.0))
+            norm = torch.linalg.vector_norm(grad, 2.0)
+        if norm is not None:
+            norms.setdefault(norm.device_mesh if isinstance(norm, DTensor) else None, []).append(norm)
     if not norms:
         raise InfinityError("step() without gradients: call backward(loss) before it")
-    norm = torch.linalg.vector_norm(torch.stack(norms), 2.0)  # as torch.nn.utils.get_total_norm computes it
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # As torch.nn.utils.get_total_norm computes it, which takes the gradients of one mesh.
+    of_meshes = [torch.linalg.vector_norm(torch.stack(of_mesh), 2.0) for of_mesh in norms.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in of_meshes]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), 2.0)
 
 
 def factor_of(loss_scale: float) -> float:

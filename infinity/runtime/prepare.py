@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -35,8 +35,9 @@ from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.running_statistics import keep_statistics_in_fp32
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharded_tensor import name_parameters
-from infinity.fsdp2.sharding import is_sharded
+from infinity.fsdp2.sharding import is_sharded, local_of
 from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
+from infinity.runtime.meshes import Grid, make_grid, split_by_plan
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.schedule.scheme import late_update
 from infinity.store.durable import DurableRun
@@ -119,12 +120,18 @@ def shard_and_page(
     run: DurableRun | None,
     weights: str | os.PathLike[str] | None,
     undo: ExitStack,
+    grid: Grid | None = None,
 ) -> tuple[Resolved, SwapManager | None, LiveParameters | None, Activations | None]:
     """Shard each group and the root, page what is offloaded, and decide what stays gathered.
 
     Raises for memory or space that is too small before the model is sharded, which can't be undone. Returns `resolved` with the
-    update timing for which there is room.
+    update timing for which there is room. grid: of a mesh that the user passed.
     """
+    if grid is None:
+        kind = compute_device().type
+        grid = make_grid(kind, shard_ranks=resolved.shard_ranks, tensor_ranks=resolved.tensor_ranks)
+    if grid.tensor is not None:
+        split_by_plan(model, grid.tensor)
     hold_as_rows(model)
     if resolved.compute_dtype is not torch.float32:
         keep_statistics_in_fp32(model)
@@ -146,9 +153,9 @@ def shard_and_page(
                 log.warning(warning)
             swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
-        resolved, told = _fit(model, wrap, resolved, swap, weights)
+        resolved, told = _fit(model, wrap, resolved, grid, swap, weights)
         notes += told
-    _shard_model(model, resolved, wrap)
+    _shard_model(model, resolved, grid.data, wrap)
     if swap is not None:
         paging = swap.page(model, resolved.paging, weights=weights)
         notes += swap.notes
@@ -181,14 +188,22 @@ def _fit(
     model: nn.Module,
     wrap: Sequence[nn.Module],
     resolved: Resolved,
+    grid: Grid,
     swap: SwapManager,
     weights: str | os.PathLike[str] | None,
 ) -> tuple[Resolved, list[str]]:
     """Raise as `SwapManager.page` if memory or space is too small. Speculative updates that the config does not ask for are
     switched off instead, on all ranks if on one, if they lack space or effect. A collective."""
     assert resolved.paging is not None
+    place = grid.shard_ranks, grid.data.get_local_rank(grid.data.ndim - 1)
     check = partial(
-        swap.check_fits, model, wrap, ranks=resolved.shard_ranks, dtype=resolved.compute_dtype, weights=weights
+        swap.check_fits,
+        model,
+        wrap,
+        ranks=resolved.copy_ranks,
+        ranks_of=lambda module: place,
+        dtype=resolved.compute_dtype,
+        weights=weights,
     )
     unasked = resolved.config.infinity.update == "auto" and resolved.paging.speculative
     why, notes = None, []
@@ -202,7 +217,7 @@ def _fit(
             why = str(error)
     why = first_of_ranks(why)
     if why is not None:
-        late = late_update(resolved.paging.for_ranks(resolved.shard_ranks).updates_are_collective)
+        late = late_update(resolved.paging.for_ranks(resolved.copy_ranks).updates_are_collective)
         paging = replace(resolved.paging, update=late, speculative=False)
         resolved = replace(resolved, paging=paging)
         notes = [f'infinity.update "auto" is "{late}" here: {why}'] if why else []
@@ -211,14 +226,9 @@ def _fit(
     return resolved, notes
 
 
-def _shard_model(model: nn.Module, resolved: Resolved, wrap: Sequence[nn.Module]) -> None:
+def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
     """Apply fully_shard to each of `wrap` and the root, over fp32 masters with the values of the first rank. One group at a
     time is on the device; paged groups leave it at once, so that the model may be larger than its memory."""
-    kind, ranks, shard_ranks = compute_device().type, dist.get_world_size(), resolved.shard_ranks
-    if shard_ranks == ranks:
-        mesh = init_device_mesh(kind, (ranks,))
-    else:  # copies of the model, by the ranks of one copy
-        mesh = init_device_mesh(kind, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
     model.float()
     hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
     take_from_first_rank(model.buffers(), compute_device())
@@ -226,6 +236,10 @@ def _shard_model(model: nn.Module, resolved: Resolved, wrap: Sequence[nn.Module]
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
         unsharded = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
         take_from_first_rank(unsharded, compute_device())
+        if resolved.tensor_ranks > 1:
+            for group in mesh.get_all_groups():
+                parts = (local_of(p) for p in module.parameters() if isinstance(p, DTensor) and not _is_on(p, mesh))
+                take_from_first_rank(parts, compute_device(), group)
         policy = resolved.mixed_precision
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if resolved.paging is not None and mesh.device_type != "cpu":
@@ -240,6 +254,11 @@ def _shard_model(model: nn.Module, resolved: Resolved, wrap: Sequence[nn.Module]
     sharded = dict(model.named_parameters())
     for name, parameter in hooked.items():
         carry_hooks(parameter, sharded[name])
+
+
+def _is_on(parameter: DTensor, mesh: DeviceMesh) -> bool:
+    """Return True if a parameter is sharded over a dimension of the mesh."""
+    return not {*(parameter.device_mesh.mesh_dim_names or ())}.isdisjoint(mesh.mesh_dim_names or ())
 
 
 def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:

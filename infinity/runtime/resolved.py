@@ -36,6 +36,8 @@ class Resolved:
     """True if there is an optimizer; else the model is only run."""
     shard_ranks: int
     """Number of ranks over which each copy of the model is sharded: a divisor of all."""
+    tensor_ranks: int
+    """Number of ranks that split each parameter before, and get the same batch."""
     reshard_after_forward: bool | int
     """As for `fully_shard`; a number of ranks keeps a second sharding from forward to backward."""
     live: LiveOptions
@@ -47,6 +49,11 @@ class Resolved:
     activations: ActivationOptions
     notes: tuple[str, ...]
     """Settings that are applied differently from the config, one line each."""
+
+    @property
+    def copy_ranks(self) -> int:
+        """Number of ranks that share a copy of the model."""
+        return self.shard_ranks * self.tensor_ranks
 
     @property
     def updates_in_backward(self) -> bool:
@@ -62,6 +69,8 @@ def resolve(
     moments: tuple[str, ...],
     matrices: frozenset[str] = frozenset(),
     trains: bool = True,
+    tensor_ranks: int = 1,
+    shard_ranks: int | None = None,
     device_type: str,
 ) -> Resolved:
     """Decide everything that follows from a config without "auto" values.
@@ -76,7 +85,14 @@ def resolve(
     Raises ConfigError for settings that exclude each other.
     """
     zero, infinity = config.zero_optimization, config.infinity
-    shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
+    if shard_ranks is not None and zero.mics_shard_size not in (-1, shard_ranks):
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size: got {zero.mics_shard_size}, and mesh= shards over {shard_ranks} ranks: "
+            "leave it out"
+        )
+    ranks //= tensor_ranks
+    if shard_ranks is None:
+        shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
     second_ranks = zero.zero_hpz_partition_size
     has_second_sharding = zero.stage >= 3 and 1 < second_ranks < shard_ranks
     if has_second_sharding and config.offloads:
@@ -85,6 +101,15 @@ def resolve(
             "paged: leave it out, or leave offload_param and offload_optimizer at none"
         )
     _check_one_arena(zero)
+    if tensor_ranks > 1 and infinity.checkpoint_format == "arena":
+        raise ConfigError(
+            'infinity.checkpoint_format: got "arena", whose checkpoints hold whole rows, while parameters are split over '
+            f'{tensor_ranks} ranks: use "dcp"'
+        )
+    if tensor_ranks > 1 and has_second_sharding:
+        raise ConfigError(
+            f"zero_hpz_partition_size: got {second_ranks}, and FSDP2 can't do that to parameters that are split: leave it out"
+        )
     if infinity.moments_dtype != "fp32" and not config.offloads:
         raise ConfigError(
             f"infinity.moments_dtype {infinity.moments_dtype} is for optimizer state that infinity steps: set "
@@ -100,9 +125,12 @@ def resolve(
         ),
         trains=trains,
         shard_ranks=shard_ranks,
+        tensor_ranks=tensor_ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        paging=_paging_options(config, ranks, shard_ranks, numel, moments, matrices) if config.offloads else None,
+        paging=_paging_options(config, ranks, shard_ranks, tensor_ranks, numel, moments, matrices)
+        if config.offloads
+        else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
         notes=tuple(_notes(config, shard_ranks, device_type, compute_dtype)),
@@ -150,7 +178,13 @@ def _compute_dtype(config: Config) -> torch.dtype:
 
 
 def _paging_options(
-    config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...], matrices: frozenset[str]
+    config: Config,
+    ranks: int,
+    shard_ranks: int,
+    tensor_ranks: int,
+    numel: int,
+    moments: tuple[str, ...],
+    matrices: frozenset[str],
 ) -> PagingOptions:
     zero, infinity = config.zero_optimization, config.infinity
     activations, offload = infinity.offload_activations, zero.offload_optimizer
@@ -166,14 +200,16 @@ def _paging_options(
         accumulation=config.passes,
         loss_scaling=config.fp16.enabled,
         keep_grad=infinity.keep_grad,
-        collective=bool(matrices) and shard_ranks > 1,
+        collective=bool(matrices) and shard_ranks * tensor_ranks > 1,
     )
     return PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         max_in_cpu=zero.offload_param.max_in_cpu,
-        host_cache_bytes=max(infinity.host_cache_bytes, int(cached_share * element_bytes * numel / shard_ranks)),
+        host_cache_bytes=max(
+            infinity.host_cache_bytes, int(cached_share * element_bytes * numel / (shard_ranks * tensor_ranks))
+        ),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=update,
         speculative=speculative,

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
+from infinity.fsdp2.placements import as_sharded
 from infinity.fsdp2.sharding import in_backward, is_alone, local_of
 from infinity.optim.kernel import norms, norms_match_torch
 from infinity.schedule.scheme import UpdateTiming
@@ -407,15 +408,7 @@ class StandIn:
         self.name, self.taken = name, Taken.FOR_STEP
         # Holds no parameter: the parameter holds this by its `.grad`, a cycle that Python's collector doesn't see.
         self._local = _made(local.shape, local.stride(), local.device, self)
-        stand_in = DTensor.from_local(
-            self._local,
-            data.device_mesh,
-            data.placements,
-            run_check=False,
-            shape=data.shape,
-            stride=data.stride(),
-        )
-        self.grad: DTensor = stand_in.detach()  # type: ignore[assignment]
+        self.grad = as_sharded(self._local, data)
         """The value of `.grad` while it shows this; FSDP2 may replace its local tensor by what it adds."""
 
     def is_used_up(self, parameter: nn.Parameter) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from infinity.device import Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers, reuse_buffers
 from infinity.fsdp2.materialize import frozen_in_files
+from infinity.fsdp2.placements import copy_ranks
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     gathered_dtype,
+    is_alone,
     outlined_groups,
     release,
     shard_shapes,
@@ -187,12 +189,12 @@ class SwapManager:
         release(model)  # the groups that an earlier forward has gathered
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
-        mesh = groups[0].sharded[0].device_mesh
-        options = (options or PagingOptions()).for_ranks(mesh.size(-1))
-        with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
+        sharded = [parameter for group in groups for parameter in group.sharded]
+        mesh, *others = {parameter.device_mesh for parameter in sharded}
+        options = (options or PagingOptions()).for_ranks(max(map(copy_ranks, sharded)))
+        with raise_on_all_ranks(mesh.get_group() if not others and mesh.ndim == 1 else None):
             stored = self._rest_in_files(model, weights, options)
-            rank = mesh.get_local_rank(mesh.ndim - 1)
-            outline = ModelOutline(groups, mesh.size(-1), dtype, rank, stored)
+            outline = ModelOutline(groups, dtype, stored)
             layout, pinned_bytes, staying = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
             files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
@@ -204,12 +206,12 @@ class SwapManager:
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
-                shapes=[shard_shapes(parameter) for group in groups for parameter in group.sharded],
-                shard_rank=outline.rank,
+                shapes=[*map(shard_shapes, sharded)],
+                group_ranks=[group.rank for group in groups],
                 compute_dtype=dtype,
                 options=options,
                 staying=staying,
-                gather_in_place=mesh.size() == 1 and not self._device.is_discrete,
+                gather_in_place=all(map(is_alone, sharded)) and not self._device.is_discrete,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
@@ -218,7 +220,7 @@ class SwapManager:
                 stored=options.stored_in_words(durable=self.run is not None),
             )
             place = _on_drives(place, machinery.arena)
-            alone = mesh.size(-1) == 1
+            alone = all(group.ranks == 1 for group in groups)
             paging = Paging(self, machinery, paged, options, place, self._tensors, alone=alone)
             resumes = self.run is not None and self.run.resumed is not None
             replacements = paging.take_over(groups, resumes=resumes)
@@ -236,6 +238,7 @@ class SwapManager:
         ranks: int,
         dtype: torch.dtype,
         options: PagingOptions,
+        ranks_of: Callable[[nn.Module], tuple[int, int]],
         weights: str | os.PathLike[str] | None = None,
         unasked: bool = False,
     ) -> bool:
@@ -244,15 +247,16 @@ class SwapManager:
 
         Args:
             wrap: the modules that will be groups of their own, besides the root.
-            ranks: number of ranks that it will be sharded over.
+            ranks: number of ranks that share a copy of it.
             dtype: of the gather.
+            ranks_of: as for `outlined_groups`.
             options, weights: as for `page`.
             unasked: the user did not ask for speculative updates. Their second slots, with those of all ranks here,
                 must then leave as much space free as they take.
         """
         options = options.for_ranks(ranks)
         stored = self._rest_in_files(model, weights, options)
-        outline = ModelOutline(outlined_groups(model, wrap), ranks, dtype, dist.get_rank() % ranks, stored)
+        outline = ModelOutline(outlined_groups(model, wrap, ranks_of), dtype, stored)
         layout = plan_model(outline, options, self._budget_bytes, self._memory_bytes).layout
         _checked_place(self.run, layout, outline, options)
         second = second_slot_bytes(layout, options)
@@ -431,7 +435,7 @@ def _checked_place(
         shapes,
         rank=rank,
         ranks=world,
-        shards=model.ranks,
+        shards=max(group.ranks for group in model.groups),
         compute_dtype=kind,
         moments=options.moments,
         matrix_moments=options.matrix_moments,

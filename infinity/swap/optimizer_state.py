@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError
+from infinity.fsdp2.placements import as_sharded
 from infinity.fsdp2.sharding import local_of
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
@@ -67,9 +68,7 @@ class PagedState:
         data = parameter.data
         assert isinstance(data, DTensor)
         local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging.parameters, data.device)
-        return DTensor.from_local(
-            local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-        )
+        return as_sharded(local, data)
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Return `state`, or a new dict if moments were set by hand, after moving those into the arena. A new dict,

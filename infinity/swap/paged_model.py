@@ -46,6 +46,7 @@ class PagedModel:
     Args:
         compute_dtype: of gathered parameters: bf16, fp16, or fp32.
         options: decide when groups are updated; None: the defaults.
+        group_ranks: this rank's number in each group; None: 0.
         staying: numbers of the groups whose compute parameters stay staged. gather_in_place: gather frozen ones there.
         host_memory: holds the compute parameters that stay in host memory; None: ordinary memory.
         durable: keep committed bytes, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
@@ -63,7 +64,7 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         compute_dtype: torch.dtype,
-        shard_rank: int = 0,
+        group_ranks: Sequence[int] | None = None,
         options: PagingOptions | None = None,
         staying: Collection[int] = frozenset(),
         gather_in_place: bool = False,
@@ -118,7 +119,7 @@ class PagedModel:
             has_compute_field=any(Field.COMPUTE in sub.fields for sub in layout.sub_groups),
         )
         self._residents: HostBuffer | None = None
-        self.shards = self._make_shards(shapes, shard_rank, host_memory)
+        self.shards = self._make_shards(shapes, group_ranks, host_memory)
 
     @property
     def foreign_names(self) -> frozenset[str]:
@@ -234,7 +235,10 @@ class PagedModel:
             self.health.tear(why)
 
     def _make_shards(
-        self, shapes: Sequence[tuple[torch.Size, torch.Size]], shard_rank: int, host_memory: HostBuffers | None
+        self,
+        shapes: Sequence[tuple[torch.Size, torch.Size]],
+        group_ranks: Sequence[int] | None,
+        host_memory: HostBuffers | None,
     ) -> list[PagedShard]:
         """Make all shards, and the memory of the resident ones; those of a group lie one after another."""
         pieces: list[list[PieceOf]] = [[] for _ in shapes]
@@ -271,7 +275,7 @@ class PagedModel:
                     self.compute_dtype,
                     pieces[index],
                     self.values,
-                    first=shard_rank * padded.numel(),
+                    first=padded.numel() * (group_ranks[group.index] if group_ranks else 0),
                 )
                 shards.append(shard)
                 if spec.resident:

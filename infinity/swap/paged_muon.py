@@ -22,11 +22,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
+from infinity.fsdp2.placements import as_sharded, copy_ranks
 from infinity.optim.adam import MOMENTS
 from infinity.optim.muon import MATRIX_MOMENTS, MuonSettings, check_matrices, muon_, with_defaults
 from infinity.store.layout import Field
@@ -105,13 +104,8 @@ def _step_matrix(
     """Step a matrix on `device`, given this rank's rows (1-D, on the CPU). A collective of the matrix's ranks."""
     here = [field.view(stepping.shard.shape) for field in (master, grad, momentum)]
     there = [field.to(device) for field in here]
-    fields = [_as_sharded(rows, stepping.spec) for rows in there] if stepping.spec.mesh.size(-1) > 1 else there
+    fields = [as_sharded(rows, stepping.spec) for rows in there] if copy_ranks(stepping.spec) > 1 else there
     muon_(settings, master=fields[0], grad=fields[1], momentum_buffer=fields[2])
     for rows, changed in ((here[0], there[0]), (here[2], there[2])):
         if rows is not changed:
             rows.copy_(changed)
-
-
-def _as_sharded(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return the sharded matrix of which every rank has its rows."""
-    return DTensor.from_local(rows, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)

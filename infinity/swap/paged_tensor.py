@@ -107,7 +107,7 @@ class PagedTensor(ElsewhereTensor):
             if self.is_contiguous():
                 flat = values.detach().to("cpu", torch.float32).reshape(-1)
             else:
-                flat = self._shard.read(self._field, start, count)
+                flat = self._shard.read(self._field, start, count, torn=True)  # a load sets values in pieces
                 flat.as_strided(self.shape, self.stride(), self._offset - start).copy_(values)
             self._shard.write(self._field, start, flat)
 

@@ -22,12 +22,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity.aio import PoolPart
 from infinity.errors import IN_CHILD, InfinityError
 from infinity.fsdp2.experts import Expert, routed_experts
 from infinity.fsdp2.guarded import carry_hooks, guard, outside_inference_mode
+from infinity.fsdp2.placements import as_sharded
 from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import (
     ShardedGroup,
@@ -130,15 +130,7 @@ class Paging:
             values = local_of(source)
             if not shard.filled and not values.is_meta and not resumes:
                 local.store(values.detach())
-            tensor = DTensor.from_local(
-                local,
-                source.device_mesh,
-                source.placements,
-                run_check=False,
-                shape=source.shape,
-                stride=source.stride(),
-            )
-            paged = nn.Parameter(tensor, requires_grad=source.requires_grad)
+            paged = nn.Parameter(as_sharded(local, source), requires_grad=source.requires_grad)
             carry_hooks(source, paged)
             replacements[source] = paged
         return replacements

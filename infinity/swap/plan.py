@@ -46,14 +46,11 @@ from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
 class ModelOutline:
     """A model that is to be paged.
 
-    groups: in the order of FSDP2. ranks: the number of ranks that share it. rank: this rank's number among them. dtype:
-    of the gather. stored: the parameters in foreign files, by name.
+    groups: in the order of FSDP2. dtype: of the gather. stored: the parameters in foreign files, by name.
     """
 
     groups: Sequence[GroupOutline]
-    ranks: int
     dtype: torch.dtype
-    rank: int = 0
     stored: Mapping[str, StoredParameter] = field(default_factory=dict)
 
 
@@ -160,7 +157,7 @@ def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
     resident too: then nothing has to be written.
     """
     shards = []
-    groups, ranks, stored = model.groups, model.ranks, model.stored
+    groups, stored = model.groups, model.stored
     numels = {p.name: p.shape.numel() for group in groups for p in group.parameters}
     foreign_numel = sum(numels[name] for name in stored)
     few = sum(numels.values()) - foreign_numel <= FEW_SHARE * foreign_numel
@@ -170,7 +167,7 @@ def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
     small_left = math.inf if options.model_persistence_threshold is None else options.model_persistence_threshold
     for index, group in enumerate(groups):
         for parameter in group.parameters:
-            numel = padded_shape(parameter.shape, ranks).numel()
+            numel = padded_shape(parameter.shape, group.ranks).numel()
             whole_numel = parameter.shape.numel()
             foreign = parameter.name in stored
             small = not foreign and whole_numel < options.param_persistence_threshold and whole_numel <= small_left
@@ -194,11 +191,14 @@ def _foreign_parts(model: ModelOutline) -> list[ForeignPart]:
             shard, stored = next(numbers), model.stored.get(parameter.name)
             if stored is None:
                 continue
-            padded = padded_shape(parameter.shape, model.ranks)
-            first = min(model.rank * padded[0], parameter.shape[0])
+            padded = padded_shape(parameter.shape, group.ranks)
+            first = min(group.rank * padded[0], parameter.shape[0])
             itemsize = FOREIGN_DTYPES[stored.dtype].itemsize if isinstance(stored, StoredTensor) else 0
             rows[shard] = ForeignRows(
-                stored, first, min(padded[0], parameter.shape[0] - first), padded.numel() * itemsize
+                stored,
+                parameter.first_row + first,
+                min(padded[0], parameter.shape[0] - first),
+                padded.numel() * itemsize,
             )
         parts.append(lay_out(rows))
     return parts

@@ -126,12 +126,12 @@ class PagedShard:
         elements = self.elements(piece)
         return torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)
 
-    def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
+    def read(self, name: Field, start: int, numel: int, *, torn: bool = False) -> torch.Tensor:
         """Return elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
 
-        Raises InfinityError after a torn step, or if the swap manager is closed.
+        Raises InfinityError after a torn step, unless `torn`, or if the swap manager is closed.
         """
-        self.values.health.check_whole()
+        (self.values.health.check_not_closed if torn else self.values.health.check_whole)()
         if name is not Field.MASTER and self.has_codes:
             return self._read_coded(name, start, numel)
         if name is not Field.MASTER or not self._split:
@@ -270,7 +270,7 @@ class ForeignShard(PagedShard):
     files: ForeignFiles = field(repr=False)
     stager: Stager = field(repr=False)
 
-    def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
+    def read(self, name: Field, start: int, numel: int, *, torn: bool = False) -> torch.Tensor:
         """Return elements [start, start + numel) (1-D, fp32, on the CPU) in ordinary memory. Raises IoError, and
         InfinityError if the swap manager is closed."""
         assert name is Field.MASTER, "a frozen parameter has no moments"

@@ -410,7 +410,7 @@ def test_names_that_no_matrix_has_are_refused() -> None:
     parameters = tuple(
         ParameterOutline(name, torch.Size(shape), trained=True) for name, shape in {"w": (64, 64), "b": (64,)}.items()
     )
-    outline = ModelOutline([GroupOutline("root", parameters, gathers=1)], 1, torch.float32)
+    outline = ModelOutline([GroupOutline("root", parameters, gathers=1)], torch.float32)
     options = infinity.PagingOptions(matrices=frozenset({"w", "v", "b"}), matrix_moments=("momentum_buffer",))
     with pytest.raises(infinity.ConfigError, match="matrices: b, v is no matrix of the model"):
         plan_model(outline, options, None, 1 << 40)

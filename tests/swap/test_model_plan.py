@@ -46,9 +46,8 @@ GROUPS = [
 
 
 def planned(pinned_bytes: int | None = None, ranks: int = 1, memory_bytes: float = math.inf, **asked: Any) -> ModelPlan:
-    return plan_model(
-        ModelOutline(GROUPS, ranks, torch.bfloat16), PagingOptions(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes
-    )
+    outline = ModelOutline([replace(group, ranks=ranks) for group in GROUPS], torch.bfloat16)
+    return plan_model(outline, PagingOptions(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes)
 
 
 def resident(layout: Layout) -> list[str]:
@@ -89,7 +88,7 @@ def test_host_memory_holds_no_value_twice(dtype: torch.dtype, trained: bool, nby
         for group in GROUPS
     ]
     options = PagingOptions(**NOTHING_ASKED | {"hold_parameters": True, "hold_state": True})
-    layout = plan_model(ModelOutline(groups, 1, dtype), options, None, math.inf).layout
+    layout = plan_model(ModelOutline(groups, dtype), options, None, math.inf).layout
     for sub in layout.sub_groups:
         assert {*sub.fields} == {*sub.cached} | ({*sub.fields} & {*sub.held}) and not {*sub.cached} & {*sub.held}
         assert sum(sub.itemsize(name) for name in sub.fields) == nbytes
