@@ -239,6 +239,28 @@ class TensorParallelConfig(Block):
         return max(1, self.autotp_size) if self.enabled else 1
 
 
+class ExpertParallelConfig(Block):
+    """Expert parallelism: each rank has some experts of each block whole, and tokens travel to them.
+    [parallelism.md](parallelism.md) says for which models.
+    """
+
+    enabled: rules.Flag = False
+    """False ignores this block."""
+    autoep_size: rules.Positive = 1
+    """Number of ranks that share the experts of a block; 1 splits nothing. In DeepSpeed: With stages 0 to 2 only."""
+
+    ignored_keys = names_of(
+        """
+        expert_pattern grouped_mm_backend moe_layer_pattern preset_model router_pattern use_grouped_mm
+        """
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the experts of a block."""
+        return self.autoep_size if self.enabled else 1
+
+
 class FlopsProfilerConfig(Block):
     """A report of what the forward of one step computes and how long its parts take, module by module.
 

@@ -73,6 +73,8 @@ class Config(Block):
     """Settings that DeepSpeed does not have."""
     tensor_parallel: blocks.TensorParallelConfig = blocks.TensorParallelConfig()
     """Ranks that split each matrix."""
+    expert_parallel: blocks.ExpertParallelConfig = blocks.ExpertParallelConfig()
+    """Ranks that share the experts of a block."""
     bf16: blocks.Bf16Config = blocks.Bf16Config()
     """Training in bf16."""
     fp16: blocks.Fp16Config = blocks.Fp16Config()
@@ -109,7 +111,7 @@ class Config(Block):
 
     feature_keys = names_of(
         """
-        amp compression_training curriculum_learning data_efficiency elasticity expert_parallel
+        amp compression_training curriculum_learning data_efficiency elasticity
         progressive_layer_drop quantize_training sequence_parallel_size torch_autocast
         """
     )
@@ -238,6 +240,8 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
             'infinity.checkpoint_format: got "arena" while nothing is offloaded, of which it is a copy; set '
             "zero_optimization.offload_param.device or offload_optimizer.device to nvme or cpu, or leave it out"
         )
+    if (ranks := config.expert_parallel.ranks) > 1:
+        yield from _find_expert_contradictions(config, f"expert_parallel.autoep_size: got {ranks}")
     yield from _find_activation_contradictions(config)
     if config.infinity.micro_batches > 1 and config.infinity.schedule == "horizontal":
         yield 'infinity.micro_batches: got more than 1 with infinity.schedule "horizontal"; set that to "auto"'
@@ -266,6 +270,9 @@ def _find_contradictions_of_step(config: Config, accumulation: int, world_size: 
     ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
     if world_size % ranks:
         yield f"{path}.mics_shard_size: got {ranks}, expected a divisor of the {world_size} ranks"
+    if ranks % (expert_ranks := config.expert_parallel.ranks):
+        expected = f"a divisor of the {ranks} ranks that share a copy"
+        yield f"expert_parallel.autoep_size: got {expert_ranks}, expected {expected}"
     if ranks % (second := zero.zero_hpz_partition_size):
         expected = f"a divisor of the {ranks} ranks that a copy is sharded over"
         yield f"{path}.zero_hpz_partition_size: got {second}, expected {expected}"
@@ -287,6 +294,20 @@ def _find_durability_contradictions(config: Config) -> Iterator[str]:
             f'{path}: got "step" with zero_optimization.offload_optimizer.ratio {offload.ratio:g}, which keeps the rest in '
             "host memory; set it to 1"
         )
+
+
+def _find_expert_contradictions(config: Config, got: str) -> Iterator[str]:
+    """An arena's record has one number of ranks for all parameters, and replicas one mesh."""
+    zero = config.zero_optimization
+    for name, is_set in (
+        ("tensor_parallel.autotp_size", config.tensor_parallel.ranks > 1),
+        ('infinity.durability "step"', config.infinity.durability == "step"),
+        ('infinity.checkpoint_format "arena"', config.infinity.checkpoint_format == "arena"),
+        ("zero_optimization.mics_shard_size", zero.mics_shard_size > 0),
+        ("zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
+    ):
+        if is_set:
+            yield f"{got} with {name}, which infinity can't combine; leave one of the two out"
 
 
 def _find_activation_contradictions(config: Config) -> Iterator[str]:

@@ -26,6 +26,7 @@ from infinity.fsdp2.first_values import init_empty
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_log
+from infinity.runtime.expert_parallel import check_experts
 from infinity.runtime.meshes import check_plan, given_grid
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.resolved import compute_device, resolve
@@ -123,6 +124,8 @@ def init_inference(
             given_grid(model, None)
             if (tensor_ranks := settled.tensor_parallel.ranks) > 1:
                 check_plan(model, tensor_ranks)
+            if settled.expert_parallel.ranks > 1:
+                check_experts(model, settled.expert_parallel.ranks)
             resolved = resolve(
                 settled,
                 ranks=dist.get_world_size(),

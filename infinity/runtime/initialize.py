@@ -29,6 +29,7 @@ from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_log
 from infinity.runtime.engine import Engine
+from infinity.runtime.expert_parallel import check_experts
 from infinity.runtime.meshes import Grid, check_plan, given_grid
 from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
@@ -191,6 +192,10 @@ def _understand(
         if grid is not None:
             raise ConfigError("tensor_parallel.autotp_size: leave it out with mesh=, which says what is split")
         check_plan(model, tensor_ranks)
+    if config.expert_parallel.ranks > 1:
+        if grid is not None:
+            raise ConfigError("expert_parallel.autoep_size: leave it out with mesh=, which says what is split")
+        check_experts(model, config.expert_parallel.ranks)
     check_monitors(config)
     stepper = early = None
     if config.offloads:

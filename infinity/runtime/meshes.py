@@ -32,10 +32,12 @@ _BY_HAND = "split the model by torch's parallelize_module and pass mesh= to init
 @dataclass(frozen=True)
 class Grid:
     """The ranks by dimension. data: for `fully_shard`: shards, or replicas and shards. tensor: for `split_by_plan`; None if
-    nothing is to be split."""
+    nothing is to be split. experts: the same ranks for experts, (owners of the same ones, those that share a block); None if
+    each rank computes with all."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def shard_ranks(self) -> int:
@@ -73,8 +75,12 @@ def given_grid(model: nn.Module, mesh: DeviceMesh | None) -> Grid | None:
     return Grid(mesh[data])
 
 
-def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int) -> Grid:
+def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int, expert_ranks: int) -> Grid:
     """Return the grid of all ranks. A collective."""
+    if expert_ranks > 1:
+        sizes_of_experts = shard_ranks // expert_ranks, expert_ranks
+        experts = init_device_mesh(kind, sizes_of_experts, mesh_dim_names=("owners", "experts"))
+        return Grid(init_device_mesh(kind, (shard_ranks,), mesh_dim_names=("shard",)), experts=experts)
     ranks = dist.get_world_size() // tensor_ranks
     sizes = {"shard": shard_ranks}
     if shard_ranks < ranks:

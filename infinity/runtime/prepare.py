@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import is_sharded, local_of
 from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
+from infinity.runtime.expert_parallel import own_experts
 from infinity.runtime.meshes import Grid, make_grid, split_by_plan
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.schedule.scheme import late_update
@@ -129,17 +130,24 @@ def shard_and_page(
     """
     if grid is None:
         kind = compute_device().type
-        grid = make_grid(kind, shard_ranks=resolved.shard_ranks, tensor_ranks=resolved.tensor_ranks)
+        grid = make_grid(
+            kind,
+            shard_ranks=resolved.shard_ranks,
+            tensor_ranks=resolved.tensor_ranks,
+            expert_ranks=resolved.expert_ranks,
+        )
     if grid.tensor is not None:
         split_by_plan(model, grid.tensor)
+    owned = own_experts(model, grid.experts["experts"]) if grid.experts is not None else []
     hold_as_rows(model)
     if resolved.compute_dtype is not torch.float32:
         keep_statistics_in_fp32(model)
-    blocks = split_experts(model, stored_names(weights)) if weights is not None else 0
+    blocks = split_experts(model, stored_names(weights)) if weights is not None and not owned else 0
     classes = resolved.config.infinity.wrap
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, None if classes == "auto" else classes, resolved.live)
-    wrap = [*(expert for expert in expert_modules(model) if expert not in wrap), *wrap]
+    wrap = [*(expert for expert in (*expert_modules(model), *owned) if expert not in wrap), *wrap]
+    mesh_of = partial(_mesh_of, grid, frozenset(owned))
     if blocks:
         notes.append(
             f"the experts of {blocks} blocks are groups of their own, which are read when tokens are routed to them"
@@ -153,9 +161,9 @@ def shard_and_page(
                 log.warning(warning)
             swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
-        resolved, told = _fit(model, wrap, resolved, grid, swap, weights)
+        resolved, told = _fit(model, wrap, resolved, mesh_of, swap, weights)
         notes += told
-    _shard_model(model, resolved, grid.data, wrap)
+    _shard_model(model, resolved, mesh_of, wrap)
     if swap is not None:
         paging = swap.page(model, resolved.paging, weights=weights)
         notes += swap.notes
@@ -188,20 +196,19 @@ def _fit(
     model: nn.Module,
     wrap: Sequence[nn.Module],
     resolved: Resolved,
-    grid: Grid,
+    mesh_of: MeshOf,
     swap: SwapManager,
     weights: str | os.PathLike[str] | None,
 ) -> tuple[Resolved, list[str]]:
     """Raise as `SwapManager.page` if memory or space is too small. Speculative updates that the config does not ask for are
     switched off instead, on all ranks if on one, if they lack space or effect. A collective."""
     assert resolved.paging is not None
-    place = grid.shard_ranks, grid.data.get_local_rank(grid.data.ndim - 1)
     check = partial(
         swap.check_fits,
         model,
         wrap,
         ranks=resolved.copy_ranks,
-        ranks_of=lambda module: place,
+        ranks_of=lambda module: (mesh_of(module).size(-1), mesh_of(module).get_local_rank(mesh_of(module).ndim - 1)),
         dtype=resolved.compute_dtype,
         weights=weights,
     )
@@ -226,22 +233,31 @@ def _fit(
     return resolved, notes
 
 
-def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
+MeshOf = Callable[[nn.Module], DeviceMesh]
+"""Returns the mesh over which FSDP2 is to shard a module."""
+
+
+def _mesh_of(grid: Grid, owned: Collection[nn.Module], module: nn.Module) -> DeviceMesh:
+    return grid.experts["owners"] if grid.experts is not None and module in owned else grid.data
+
+
+def _shard_model(model: nn.Module, resolved: Resolved, mesh_of: MeshOf, wrap: Sequence[nn.Module]) -> None:
     """Apply fully_shard to each of `wrap` and the root, over fp32 masters with the values of the first rank. One group at a
     time is on the device; paged groups leave it at once, so that the model may be larger than its memory."""
     model.float()
     hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
     take_from_first_rank(model.buffers(), compute_device())
+    for module in model.modules():  # parts, which their first owner has
+        parts = [local_of(p) for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
+        for group in mesh_of(module).get_all_groups() if parts else ():
+            take_from_first_rank(parts, compute_device(), group)
+    mesh = mesh_of(model)
 
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
         unsharded = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
         take_from_first_rank(unsharded, compute_device())
-        if resolved.tensor_ranks > 1:
-            for group in mesh.get_all_groups():
-                parts = (local_of(p) for p in module.parameters() if isinstance(p, DTensor) and not _is_on(p, mesh))
-                take_from_first_rank(parts, compute_device(), group)
         policy = resolved.mixed_precision
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=mesh_of(module), mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if resolved.paging is not None and mesh.device_type != "cpu":
             module._apply(lambda t: t.cpu() if isinstance(t, DTensor) and not t.is_meta else t)
 
@@ -254,11 +270,6 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
     sharded = dict(model.named_parameters())
     for name, parameter in hooked.items():
         carry_hooks(parameter, sharded[name])
-
-
-def _is_on(parameter: DTensor, mesh: DeviceMesh) -> bool:
-    """Return True if a parameter is sharded over a dimension of the mesh."""
-    return not {*(parameter.device_mesh.mesh_dim_names or ())}.isdisjoint(mesh.mesh_dim_names or ())
 
 
 def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:

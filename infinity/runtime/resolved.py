@@ -38,6 +38,8 @@ class Resolved:
     """Number of ranks over which each copy of the model is sharded: a divisor of all."""
     tensor_ranks: int
     """Number of ranks that split each parameter before, and get the same batch."""
+    expert_ranks: int
+    """Number of ranks that share the experts of a block, each of which is whole on one of them."""
     reshard_after_forward: bool | int
     """As for `fully_shard`; a number of ranks keeps a second sharding from forward to backward."""
     live: LiveOptions
@@ -126,6 +128,7 @@ def resolve(
         trains=trains,
         shard_ranks=shard_ranks,
         tensor_ranks=tensor_ranks,
+        expert_ranks=config.expert_parallel.ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
         paging=_paging_options(config, ranks, shard_ranks, tensor_ranks, numel, moments, matrices)

@@ -1,17 +1,20 @@
-"""transformers' models, split by their own plans over two of 2 x 2 ranks. A script of four ranks:
-`split_models.py NVME_PATH`."""
+"""transformers' models on 2 x 2 ranks: split by their own plans, or with experts that each rank has some of. A script of
+four ranks: `split_models.py NVME_PATH plans|experts`."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from two_dimensions import Outcome, config, differences, whole
 
 import infinity
@@ -33,6 +36,12 @@ MODELS: dict[str, PretrainedConfig] = {
     "Qwen3 with a norm of each head": Qwen3Config(**SIZES, head_dim=8),
 }
 
+OF_EXPERTS: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2}
+MIXTURES: dict[str, PretrainedConfig] = {
+    "Mixtral": MixtralConfig(**OF_EXPERTS, num_local_experts=4),
+    "Qwen3": Qwen3MoeConfig(**OF_EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=8),
+}
+
 
 def build(of: PretrainedConfig) -> nn.Module:
     torch.manual_seed(0)
@@ -44,10 +53,22 @@ def batch(step: int, part: int) -> torch.Tensor:
     return torch.randint(1, 66, (2, 9), generator=torch.Generator().manual_seed(100 * step + part))
 
 
-def run(model: nn.Module, folder: str, *, offloaded: bool, split: int = 2, **arguments: Any) -> Outcome:
-    settings = config(folder, "backward", 0.5)
-    settings |= {"bf16": {"enabled": False}, "tensor_parallel": {"autotp_size": split}}
-    settings["infinity"] = {"pinned_bytes_max": "8MiB"}
+def run(
+    model: nn.Module,
+    folder: str,
+    *,
+    offloaded: bool,
+    split: int = 2,
+    same: int | None = None,
+    experts: int = 1,
+    update: str = "backward",
+    checkpoint: Path | None = None,
+    **arguments: Any,
+) -> Outcome:
+    settings = config(folder, update, 0.5) | {"bf16": {"enabled": False}}
+    settings["tensor_parallel"] = {"autotp_size": split}
+    settings["expert_parallel"] = {"enabled": True, "autoep_size": experts}
+    settings["infinity"] = {"pinned_bytes_max": "8MiB", "update": update}
     if not offloaded:
         settings["zero_optimization"] = {"stage": 3}
     engine, *_ = infinity.initialize(model=model, config=settings, **arguments)
@@ -58,11 +79,13 @@ def run(model: nn.Module, folder: str, *, offloaded: bool, split: int = 2, **arg
             assert engine.swap.paged.foreign_names == {*names} - {*columns}
         losses = []
         for step in range(10):
-            ids = batch(step, dist.get_rank() // 2)
+            ids = batch(step, dist.get_rank() // (same or split))
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
             engine.step()
             losses += [loss.item(), float(engine.get_global_grad_norm())]
+        if checkpoint is not None:
+            engine.save_checkpoint(checkpoint)
         return losses, {name: values.clone() for name, values in whole(engine.module).items()}
 
 
@@ -105,7 +128,7 @@ def check_adapters(folder: str) -> None:
         build(MODELS["Llama"]).save_pretrained(base)  # type: ignore[operator]
     dist.barrier()
     outcomes = []
-    for arguments in ({"offloaded": False}, {"offloaded": True}, {"offloaded": True, "split": 1}):
+    for arguments in ({"offloaded": False}, {"offloaded": True}, {"offloaded": True, "split": 1, "same": 2}):
         torch.manual_seed(1)
         outcomes.append(run(with_adapters(), folder, weights=base, **arguments))
     assert not (wrong := differences(*outcomes[:2])), wrong
@@ -118,12 +141,82 @@ def check_adapters(folder: str) -> None:
         shutil.rmtree(base)
 
 
+def own_experts(folder: str) -> None:
+    """Each rank has two of four experts, or one; and what it has of them is a shard, as of everything else."""
+    for name, of in MIXTURES.items():
+        alone = run(build(of), folder, offloaded=False, split=1)
+        for experts, update in ((2, "backward"), (4, "forward")):
+            expected = run(build(of), folder, offloaded=False, split=1, experts=experts)
+            torch.testing.assert_close(alone[0], expected[0], rtol=1e-5, atol=1e-5)
+            got = run(build(of), folder, offloaded=True, split=1, experts=experts, update=update)
+            assert not (wrong := differences(expected, got)), (name, experts, wrong)
+        print(f"rank {dist.get_rank()}, {name}: equal", flush=True)
+
+
+def move_experts(folder: str) -> None:
+    """From the files of the whole model, in a checkpoint and out of it, and frozen under adapters."""
+    place = Path(folder) / "mixture"
+    of = MIXTURES["Mixtral"]
+    if dist.get_rank() == 0:
+        place.mkdir()
+        save_file(build(of).state_dict(), place / "model.safetensors")
+    dist.barrier()
+    arguments: dict[str, Any] = {"split": 1, "weights": place}
+
+    def empty() -> nn.Module:
+        with infinity.init_empty():
+            return build(of)
+
+    expected = run(build(of), folder, offloaded=True, split=1, experts=2, checkpoint=place / "checkpoint")
+    assert not (wrong := differences(expected, run(empty(), folder, offloaded=True, experts=2, **arguments))), wrong
+    settings = config(folder, "backward", 0.5) | {"infinity": {"pinned_bytes_max": "8MiB"}}
+    engine, *_ = infinity.initialize(model=build(of), config=settings)
+    with engine:
+        engine.load_checkpoint(place / "checkpoint")
+        assert not (wrong := differences(([], expected[1]), ([], whole(engine.module)))), wrong
+    outcomes = []
+    for offloaded in (False, True):
+        torch.manual_seed(1)
+        adapted = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights="gaussian")
+        model: Any = get_peft_model(empty(), adapted)  # type: ignore[arg-type]
+        outcomes.append(run(model, folder, offloaded=offloaded, experts=2, **arguments))
+    assert not (wrong := differences(*outcomes)), wrong
+    print(f"rank {dist.get_rank()}, files: equal", flush=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place)
+
+
+def refuse_experts(folder: str) -> None:
+    settings = config(folder, "backward", 0.5)
+    zero = settings["zero_optimization"]
+    for size, changed, words in (
+        (2, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size, which infinity can't combine"),
+        (2, {"infinity": {"durability": "step"}}, "durability .step., which infinity can't combine"),
+        (2, {"zero_optimization": {**zero, "mics_shard_size": 2}}, "mics_shard_size, which infinity can't combine"),
+        (3, {}, "autoep_size: got 3, expected a divisor of the 4 ranks"),
+    ):
+        asked = settings | {"expert_parallel": {"enabled": True, "autoep_size": size}} | changed
+        with pytest.raises(infinity.ConfigError, match=words):
+            infinity.initialize(model=build(MIXTURES["Mixtral"]), config=asked)
+    asked = settings | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    with pytest.raises(infinity.ConfigError, match="has no block whose experts are in one module"):
+        infinity.initialize(model=build(MODELS["Llama"]), config=asked)
+    with pytest.raises(infinity.ConfigError, match="expected a divisor of the 3 experts"):
+        infinity.initialize(model=build(MixtralConfig(**OF_EXPERTS, num_local_experts=3)), config=asked)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    check_adapters(sys.argv[1])
-    for name, of in MODELS.items():
-        expected = run(build(of), sys.argv[1], offloaded=False)
-        check_alone(build(of), expected)
-        assert not (wrong := differences(expected, run(build(of), sys.argv[1], offloaded=True))), (name, wrong)
-        print(f"rank {dist.get_rank()}, {name}: equal", flush=True)
+    if sys.argv[2] == "plans":
+        check_adapters(sys.argv[1])
+        for name, of in MODELS.items():
+            expected = run(build(of), sys.argv[1], offloaded=False)
+            check_alone(build(of), expected)
+            assert not (wrong := differences(expected, run(build(of), sys.argv[1], offloaded=True))), (name, wrong)
+            print(f"rank {dist.get_rank()}, {name}: equal", flush=True)
+    else:
+        refuse_experts(sys.argv[1])
+        move_experts(sys.argv[1])
+        own_experts(sys.argv[1])
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Models of transformers that are split by their own plans: the numbers of the same split in memory, and of the whole model."""
+"""Models of transformers split by their own plans, or by experts, against the same split in memory and the whole model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import split_models
 SCRIPT = Path(split_models.__file__)
 
 
-def test_training_equals_the_same_split_in_memory(forked_ranks: Any, nvme_path: Path) -> None:
-    done = forked_ranks(SCRIPT, str(nvme_path), ranks=4)
-    assert done.stdout.count("equal") == 4 * (1 + len(split_models.MODELS)), done.stdout
+@pytest.mark.parametrize(
+    ("what", "count"), [("plans", 1 + len(split_models.MODELS)), ("experts", 1 + len(split_models.MIXTURES))]
+)
+def test_training_equals_the_same_split_in_memory(forked_ranks: Any, nvme_path: Path, what: str, count: int) -> None:
+    done = forked_ranks(SCRIPT, str(nvme_path), what, ranks=4)
+    assert done.stdout.count("equal") == 4 * count, done.stdout
     assert not list(nvme_path.iterdir())
