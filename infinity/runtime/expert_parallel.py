@@ -91,16 +91,16 @@ def _forward(
         run: the forward for the experts of this rank.
         hidden: (tokens, width). routes: (tokens, k), numbers of experts; their count means none. weights: (tokens, k).
     """
-    group, ranks, own = mesh.get_group(), mesh.size(), module.num_experts
+    group, ranks, held = mesh.get_group(), mesh.size(), module.num_experts
     with torch.no_grad():
         flat = routes.flatten()
-        place = torch.argsort(flat, stable=True)[: int((flat < own * ranks).sum())]
+        place = torch.argsort(flat, stable=True)[: int((flat < held * ranks).sum())]
         token, expert = place // routes.shape[1], flat[place]
-        sent = torch.bincount(expert // own, minlength=ranks)
+        sent = torch.bincount(expert // held, minlength=ranks)
         came = torch.empty_like(sent)
         dist.all_to_all_single(came, sent, group=group)
         goes, comes = sent.tolist(), came.tolist()
-        there = _exchanged(expert % own, comes, goes, group)
+        there = _exchanged(expert % held, comes, goes, group)
     given: torch.Tensor = _Exchange.apply(hidden[token], comes, goes, group, ranks)  # type: ignore[no-untyped-call]
     if not sum(comes):  # gradients of zeros, as the other owners wait for gradients
         given, there = F.pad(given, (0, 0, 0, 1)), F.pad(there, (0, 1))
