@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -234,6 +235,10 @@ def checkpoints(folder: str, mesh: DeviceMesh) -> None:
         _, values = steps(engine, 0, 3)
         engine.save_checkpoint(place)
         engine.save_16bit_model(place / "export")
+        streamed = {name: weight.clone() for name, weight in engine.named_weights(torch.bfloat16)}
+        check(([], {name: value.bfloat16() for name, value in values.items()}), ([], streamed), "streamed")
+        with infinity.zero.GatheredParameters([*engine.module.parameters()], modifier_rank=0) as gathered:
+            check(([], values), ([], dict(zip(values, gathered, strict=True))), "gathered")
         expected = steps(engine, 3, 6)
         with pytest.raises(infinity.ConfigError, match="whole rows"):
             engine.save_checkpoint(place, format="arena")
@@ -323,6 +328,64 @@ def refuse(folder: str, mesh: DeviceMesh) -> None:
             make(tensor_parallel(mesh) if split else Llama(), changed, mesh=on)
 
 
+class Stage(nn.Module):
+    """One of two blocks of a model, with what comes before or after them."""
+
+    def __init__(self, whole: Llama, number: int) -> None:
+        super().__init__()
+        self.number, self.layers = number, nn.ModuleList([whole.layers[number]])
+        if number == 0:
+            self.embed_tokens = whole.embed_tokens
+        else:
+            self.norm, self.lm_head = whole.norm, whole.lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.number == 0:
+            return self.layers[0](self.embed_tokens(x))
+        return self.lm_head(self.norm(self.layers[0](x)))
+
+
+def run_stage(stage: nn.Module, optimizer: Any, schedule: Any, mesh: DeviceMesh) -> Outcome:
+    """Each batch in four micro-batches, by a schedule of torch.distributed.pipelining."""
+    pipe, part = mesh["pipe"], mesh["data"].get_local_rank()
+    place = PipelineStage(stage, pipe.get_local_rank(), 2, torch.device("cpu"), group=pipe.get_group())
+    runs = schedule(
+        place, n_microbatches=4, loss_fn=lambda made, ids: F.cross_entropy(made.flatten(0, 1), ids.flatten())
+    )
+    losses: list[float] = []
+    for step in range(STEPS):
+        ids = torch.cat([batch(step + STEPS * number, part) for number in range(4)])
+        of_step: list[torch.Tensor] = []
+        if pipe.get_local_rank() == 0:
+            runs.step(ids)
+        else:
+            runs.step(target=ids, losses=of_step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item() for loss in of_step]
+    return losses, whole(stage)
+
+
+def pipelines(folder: str, mesh: DeviceMesh) -> None:
+    """Stages are models of their own, each paged by itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return shard(Stage(Llama(), mesh["pipe"].get_local_rank()), mesh)
+
+    for schedule, updates in ((ScheduleGPipe, ("step",)), (Schedule1F1B, ("forward", "backward"))):
+        stage = build()
+        expected = run_stage(stage, torch.optim.AdamW(stage.parameters(), lr=1e-2, fused=True), schedule, mesh)
+        for update in updates:
+            stage = build()
+            options = infinity.PagingOptions(update=update, param_persistence_threshold=0)  # type: ignore[arg-type]
+            with infinity.SwapManager(folder, pinned_bytes_max="8MiB") as swap:
+                swap.page(stage, options)
+                optimizer = infinity.PagedAdamW(stage.parameters(), lr=1e-2, swap=swap, fused=True)
+                check(expected, run_stage(stage, optimizer, schedule, mesh), update)
+
+
 CASES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "pages": page_all,
     "engine": run_engine,
@@ -331,6 +394,7 @@ CASES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "first values": first_values,
     "resume": resume,
     "refusals": refuse,
+    "pipelines": pipelines,
 }
 
 if __name__ == "__main__":
