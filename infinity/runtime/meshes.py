@@ -6,11 +6,13 @@ Ranks that share a tensor dimension get the same batch, and are neighbours. Para
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,9 +24,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_leaves
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.names import parameter_names
+from infinity.ranks.all_ranks import from_all_ranks
 
 _BY_HAND = "split the model by torch's parallelize_module and pass mesh= to initialize"
 
@@ -91,6 +95,27 @@ def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int, expert_ranks: i
     sizes["tensor"] = tensor_ranks
     mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Grid(mesh[data], mesh["tensor"])
+
+
+def check_same_batches(model: nn.Module, tensor_ranks: int) -> None:
+    """Make the first forward raise InfinityError, on all ranks, unless neighbours that split the model have the same inputs."""
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook.remove()
+        seen = hashlib.blake2b()
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                seen.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        of_ranks = from_all_ranks(seen.hexdigest())
+        for first in range(0, len(of_ranks), tensor_ranks):
+            if len({*of_ranks[first : first + tensor_ranks]}) > 1:
+                raise InfinityError(
+                    f"ranks {first} to {first + tensor_ranks - 1} split the model and need the same batches, but got different "
+                    f"ones: use DistributedSampler(data, ranks // {tensor_ranks}, rank // {tensor_ranks}), or the loader of "
+                    "initialize(training_data=...)"
+                )
+
+    hook = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
 
 
 _STYLES: Mapping[str, Any] = {

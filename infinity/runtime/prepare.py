@@ -38,7 +38,7 @@ from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import is_sharded, local_of
 from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
 from infinity.runtime.expert_parallel import own_experts
-from infinity.runtime.meshes import Grid, make_grid, split_by_plan
+from infinity.runtime.meshes import Grid, check_same_batches, make_grid, split_by_plan
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.schedule.scheme import late_update
 from infinity.store.durable import DurableRun
@@ -174,6 +174,8 @@ def shard_and_page(
             )
     else:
         name_parameters(model)
+    if resolved.tensor_ranks > 1:
+        check_same_batches(model, resolved.tensor_ranks)
     if hasattr(model, "generate"):  # PEFT's calls a part of the model, whose embedding the root gathers
         register_fsdp_forward_method(model, "generate")
     live = None

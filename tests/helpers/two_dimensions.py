@@ -326,6 +326,10 @@ def refuse(folder: str, mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(infinity.ConfigError, match=words):
             make(tensor_parallel(mesh) if split else Llama(), changed, mesh=on)
+    with make(tensor_parallel(mesh), settings, mesh=mesh) as engine:
+        with pytest.raises(infinity.InfinityError, match="ranks 0 to 1 split the model and need the same batches"):
+            engine(batch(0, dist.get_rank()))
+        steps(engine, 0, 1)
 
 
 class Stage(nn.Module):
