@@ -232,8 +232,7 @@ class ArenaActivationStore:
         extents = self._places.take(nbytes)
         starts = accumulate((extent.nbytes for extent in extents), initial=0)
         spans = tuple(Span(extent.offset, start, extent.nbytes) for extent, start in zip(extents, starts, strict=False))
-        shape = "x".join(map(str, tensor.shape))
-        chunk = Chunk(f"saved activation of {shape} {tensor.dtype}", nbytes, spans, spans)
+        chunk = Chunk(f"saved activation of {format_bytes(tensor.nbytes)}", nbytes, spans, spans)
         item = _InArena(chunk, extents, nbytes, tensor.numel(), tensor.dtype)
         chunk.on_lost = item.lose
         return item

@@ -246,5 +246,5 @@ def test_saved_activations_are_in_it_by_name(nvme_path: Path, tmp_path: Path) ->
         engine.stop_trace(tmp_path / "trace.json")
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [each["name"] for each in events]
-    assert any("saved activation of 6144" in name for name in names)
+    assert any("saved activation of 12.00 KiB" in name for name in names)
     assert not any("something else" in name for name in names)
