@@ -54,8 +54,8 @@ class Checkpoints:
                 'checkpoints of format "arena" copy what is offloaded, and nothing of this training is: use "dcp", or set '
                 'offload_param or offload_optimizer to {"device": "nvme", ...}'
             )
-        if swap is not None and parts.resolved.tensor_ranks > 1:
-            raise ConfigError('checkpoints of format "arena" hold whole rows, and parameters are split here: use "dcp"')
+        if swap is not None and max(parts.resolved.tensor_ranks, parts.resolved.expert_ranks) > 1:
+            raise ConfigError('checkpoints of format "arena" hold whole parameters, which are split here: use "dcp"')
         if swap is not None and swap.paged.foreign_names:
             raise ConfigError(
                 'checkpoints of format "arena" hold all of the model, and frozen weights stay in files of yours: set '

@@ -105,8 +105,8 @@ def resolve(
     _check_one_arena(zero)
     if tensor_ranks > 1 and infinity.checkpoint_format == "arena":
         raise ConfigError(
-            'infinity.checkpoint_format: got "arena", whose checkpoints hold whole rows, while parameters are split over '
-            f'{tensor_ranks} ranks: use "dcp"'
+            'infinity.checkpoint_format: got "arena", whose checkpoints hold whole parameters, which are split here: use '
+            '"dcp"'
         )
     if tensor_ranks > 1 and has_second_sharding:
         raise ConfigError(

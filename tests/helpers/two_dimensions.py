@@ -240,7 +240,7 @@ def checkpoints(folder: str, mesh: DeviceMesh) -> None:
         with infinity.zero.GatheredParameters([*engine.module.parameters()], modifier_rank=0) as gathered:
             check(([], values), ([], dict(zip(values, gathered, strict=True))), "gathered")
         expected = steps(engine, 3, 6)
-        with pytest.raises(infinity.ConfigError, match="whole rows"):
+        with pytest.raises(infinity.ConfigError, match="whole parameters"):
             engine.save_checkpoint(place, format="arena")
     with make(tensor_parallel(mesh), settings, mesh=mesh) as engine:
         engine.load_checkpoint(place)
@@ -319,7 +319,7 @@ def refuse(folder: str, mesh: DeviceMesh) -> None:
         ("Llama has no tp_plan", False, by_config, None),
         ("autotp_size: got 3, expected a divisor", False, {**settings, "tensor_parallel": {"autotp_size": 3}}, None),
         ("autotp_size: leave it out with mesh=", True, by_config, mesh),
-        ("whole rows", True, arena, mesh),
+        ("whole parameters", True, arena, mesh),
         ("mics_shard_size: got 1, and mesh= shards over 2", True, micro, mesh),
         ("has not all 4 ranks", True, settings, mesh["data"]),
         ("expected one or two dimensions for fully_shard", True, settings, other_way),
