@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> int:
     engines = [(way, sys.executable) for way in ("torch", "fsdp2", "infinity-cpu", "infinity-nvme")]
     pythons = filter(None, options.deepspeed_python.split(","))
     engines += [(way, python) for python in pythons for way in ("deepspeed-2", "deepspeed-2-backwards", "deepspeed-3")]
-    found = [trained(way, python, options.nvme_path) for way, python in engines]
-    reference = found[0]
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row_of(one, reference) for one in found)]
+    outcomes = [trained(way, python, options.nvme_path) for way, python in engines]
+    reference = outcomes[0]
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row_of(one, reference) for one in outcomes)]
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))
     line = {"bench": "accumulated_gradients", **machine(), "micro_batches": MICRO_BATCHES, "steps": STEPS}
     line["engines"] = [
-        {key: value for key, value in one.items() if key != "weights"} | compared(one, reference) for one in found
+        {key: value for key, value in one.items() if key != "weights"} | compared(one, reference) for one in outcomes
     ]
     print(json.dumps(line))
     if options.save:
@@ -68,7 +68,7 @@ def trained(way: str, python: str, nvme_path: str) -> dict[str, Any]:
     """Return the norms of all steps and the final weights, or why there are none."""
     print(f"{way} by {python}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=nvme_path) as folder:
-        output = Path(folder) / "found.json"
+        output = Path(folder) / "result.json"
         try:
             ended = subprocess.run(
                 [python, __file__, "--worker", way, folder, str(output)],
@@ -83,8 +83,8 @@ def trained(way: str, python: str, nvme_path: str) -> dict[str, Any]:
         if ended.returncode:
             lines = ended.stderr.strip().splitlines()
             return {"way": way, "version": "", "failed": lines[-1] if lines else f"exit status {ended.returncode}"}
-        found: dict[str, Any] = json.loads(output.read_text())
-        return found
+        result: dict[str, Any] = json.loads(output.read_text())
+        return result
 
 
 def compared(one: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
@@ -103,10 +103,10 @@ def row_of(one: dict[str, Any], reference: dict[str, Any]) -> tuple[str, ...]:
     engine, how = NAMES[one["way"]]
     if "failed" in one:
         return engine, one["version"], how, "", "", f"does not run: {one['failed']}"
-    found = compared(one, reference)
-    differ = found["weights_differ_by"]
+    result = compared(one, reference)
+    differ = result["weights_differ_by"]
     sums = "all, same bits" if differ == 0 else "all" if differ < 1e-5 else "**not all**"
-    return engine, one["version"], how, f"{found['norm_over_torch']:.2f}", f"{differ:.0e}" if differ else "0", sums
+    return engine, one["version"], how, f"{result['norm_over_torch']:.2f}", f"{differ:.0e}" if differ else "0", sums
 
 
 NAMES = {
@@ -121,7 +121,7 @@ NAMES = {
 
 
 def work(way: str, folder: str, output: str) -> None:
-    """Train one way, and write what was found."""
+    """Train one way, and write the result."""
     import torch
 
     torch.manual_seed(0)
@@ -129,8 +129,8 @@ def work(way: str, folder: str, output: str) -> None:
     batches = torch.randn(STEPS, MICRO_BATCHES, 8, 16)
     train = {"torch": in_memory, "fsdp2": by_fsdp2, "infinity": by_infinity, "deepspeed": by_deepspeed}
     version, norms, weights = train[way.partition("-")[0]](model, batches, way, folder)
-    found = {"way": way, "version": version, "norms": norms, "weights": weights}
-    Path(output).write_text(json.dumps(found))
+    result = {"way": way, "version": version, "norms": norms, "weights": weights}
+    Path(output).write_text(json.dumps(result))
     os._exit(0)  # some frameworks take long to end
 
 

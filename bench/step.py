@@ -45,18 +45,22 @@ UPDATES = ("auto", "backward", "forward", "step")
 VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable", "-unclipped", "-vertical")
 WAYS = (
     "torch",
+    "torch-swapped",
+    "torch-mapped",
+    "fsdp2",
     "memory",
     "host",
     *(update + variant for update in UPDATES for variant in VARIANTS),
     "step-phase",
     "step-phase-unchecked",
 )
-"""Plain PyTorch in memory, the reference; FSDP2 in memory, the oracle of bits and no reference of time; paged in host
+"""Plain PyTorch in memory, the reference; within the limit, with swap space, and with states in mapped files; stock
+FSDP2 with CPUOffloadPolicy; FSDP2 in memory, the oracle of bits and no reference of time; paged in host
 memory; or on NVMe with the update then. With masters in full; with --host-cache; with all gradients on NVMe; without
 checksums; with every step committed; without --clipping; with all micro-batches of --accumulation at once. With the
 optimizer's transfers alone before and after each step, which then begins cold; these without checksums, like fio's."""
 
-COMPARED = ("torch", "deepspeed")
+COMPARED = ("torch", "torch-swapped", "torch-mapped", "fsdp2", "deepspeed")
 """Ways to compare with: if one can't run here, a line says so, and the others continue."""
 
 DRIVE_SECONDS = 0.7

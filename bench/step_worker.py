@@ -9,12 +9,13 @@ including its writes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ class LeftOut(Exception):
 
 def torch_way(order: dict[str, Any]) -> Step:
     """Return the step of plain PyTorch in memory ("torch"), the reference. If the model doesn't fit, one with a quarter
-    of its blocks is used, and times are multiplied by the ratio of parameters. Raises LeftOut if that doesn't fit."""
+    of its blocks is used, and times are multiplied by the ratio of parameters. Raises LeftOut if that doesn't fit.
+
+    "torch-swapped" doesn't look at memory: what is beyond the limit goes to the system's swap space. "torch-mapped" has
+    masters, gradients and moments in files that are mapped into memory (torch.from_file).
+    """
     sys.path.insert(0, str(HERE.parent))
     import torch
     from gpt import GPT, VOCABULARY, config_for
@@ -42,10 +47,13 @@ def torch_way(order: dict[str, Any]) -> Step:
     from infinity.plan.transformer import dense_transformer
 
     whole = config_for(order["numel"], order["context"])
+    variant = order["way"].partition("-")[2]
+    if variant == "swapped":
+        permit_swap()
     for config in (whole, replace(whole, layers=max(1, whole.layers // 4))):
         sizes = {"layers": config.layers, "hidden": config.hidden_size, "heads": config.heads, "seq": config.context}
         reason = why_not(dense_transformer(**sizes, vocab=VOCABULARY), order["batch_size"])
-        if reason is None:
+        if variant or reason is None:
             break
     else:
         raise LeftOut(f"plain PyTorch in memory is left out: {reason}")
@@ -53,7 +61,8 @@ def torch_way(order: dict[str, Any]) -> Step:
     end_first_without_memory()
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[order["dtype"]]
-    training = PlainTraining(GPT(config), clipping=order["clipping"], dtype=dtype)
+    with mapped_files(Path(order["nvme_path"])) if variant == "mapped" else contextlib.nullcontext():
+        training = PlainTraining(GPT(config), clipping=order["clipping"], dtype=dtype)
     batches = _batches(order)
 
     def step() -> dict[str, Any]:
@@ -68,6 +77,85 @@ def torch_way(order: dict[str, Any]) -> Step:
             "loss": loss,
             "numel": whole.numel,
             "scale": scale,
+        }
+
+    return step
+
+
+def permit_swap() -> None:
+    """Let this process's control group use swap space, beyond its limit of memory."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            (Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.memsw.limit_in_bytes").write_text("-1")
+        elif not controllers:
+            with contextlib.suppress(OSError):  # the limit is in another hierarchy
+                (Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.swap.max").write_text("max")
+
+
+@contextlib.contextmanager
+def mapped_files(folder: Path) -> Iterator[None]:
+    """Have parameters that are made in the block in files, and from then on all that `torch.zeros_like` makes of them:
+    gradients and moments."""
+    import torch
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    numbers, mapped = itertools.count(), set[torch.nn.Parameter]()
+
+    def mapped_like(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+        path, numel = folder / f"{next(numbers)}.mapped", tensor.numel()
+        return torch.from_file(str(path), shared=True, size=numel, dtype=tensor.dtype).view(tensor.shape)
+
+    def hook(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if parameter not in mapped:  # a tied one is registered twice
+            parameter = torch.nn.Parameter(mapped_like(parameter.data).copy_(parameter.data))
+            mapped.add(parameter)
+        return parameter
+
+    torch.zeros_like = mapped_like  # type: ignore[assignment]
+    handle = register_module_parameter_registration_hook(hook)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def fsdp2_way(order: dict[str, Any]) -> Step:
+    """Return the step of stock FSDP2 whose parameters, gradients and moments are offloaded to host memory ("fsdp2")."""
+    import torch
+    import torch.distributed as dist
+    from gpt import GPT, config_for
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    torch.manual_seed(0)
+    model = GPT(config_for(order["numel"], order["context"]))
+    policies: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "mesh": mesh,
+    }
+    for block in model.blocks:
+        fully_shard(block, **policies)
+    fully_shard(model, **policies)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = _batches(order)
+
+    def step() -> dict[str, Any]:
+        began = time.perf_counter()
+        loss, passes = _passes(model, lambda loss: (loss / len(batches)).backward(), batches)
+        backward = time.perf_counter()
+        if order["clipping"] > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), order["clipping"])
+        optimizer.step()
+        optimizer.zero_grad()
+        ended = time.perf_counter()
+        return passes | {
+            "step": ended - backward,
+            "seconds": ended - began,
+            "loss": loss,
+            "numel": sum(p.numel() for p in model.parameters()),
         }
 
     return step
@@ -302,7 +390,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps a framework's output out of the answers
     try:
-        step = {"torch": torch_way, "deepspeed": deepspeed_way}.get(order["way"], infinity_way)(order)
+        ways = {"torch": torch_way, "deepspeed": deepspeed_way, "fsdp2": fsdp2_way}
+        step = ways.get(order["way"].partition("-")[0], infinity_way)(order)
     except LeftOut as reason:
         print(reason, file=answers, flush=True)
         return
