@@ -20,8 +20,7 @@ from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlight
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.spilling import BUFFER_SHARES, IN_HAND_SHARES
 from infinity.store.arena import Arena, Extent, Scratch
-from infinity.swap.chunk import Chunk, ChunkState, Span
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, ChunkState, Span, Stager
 from infinity.units import align_up, format_bytes
 
 log = logging.getLogger("infinity")

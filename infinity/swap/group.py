@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.device import CopyEvent, Device, InFlightCopy
 from infinity.schedule.scheme import UpdateTiming
-from infinity.swap.chunk import Chunk, ChunkState, Span
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, ChunkState, Span, Stager
 from infinity.swap.sub_group import PagedSubGroup
 
 

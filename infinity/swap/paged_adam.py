@@ -19,10 +19,10 @@ from infinity.optim.kernel import GradPiece, PageSums
 from infinity.optim.small_moments import round_moments
 from infinity.store.layout import BLOCK_NUMEL, Field
 from infinity.store.layout import MOMENTS as FIELDS
-from infinity.swap.chunk import Span
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_optimizer import PagedOptimizer, SteppedPiece
+from infinity.swap.stager import Span
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.units import PAGE_BYTES
 

@@ -28,11 +28,11 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import in_backward
-from infinity.swap.chunk import ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.shard import PagedShard
+from infinity.swap.stager import ChunkState
 from infinity.swap.timeline import measured
 
 

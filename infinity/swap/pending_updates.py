@@ -41,10 +41,9 @@ import torch
 from infinity.aio import Lease
 from infinity.schedule.readahead import in_turn
 from infinity.schedule.scheme import SpeculationPolicy, UpdateTiming
-from infinity.swap.chunk import Chunk, ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, ChunkState, Stager
 from infinity.swap.sub_group import PagedSubGroup, Slots, SubGroupUpdate
 from infinity.swap.timeline import measured
 

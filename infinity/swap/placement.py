@@ -15,10 +15,10 @@ from infinity.aio import Lease, PinnedSlab, near
 from infinity.store.arena import Arena, Extent
 from infinity.store.foreign import ForeignFiles
 from infinity.store.layout import Field, Layout, SubGroup
-from infinity.swap.chunk import Chunk
 from infinity.swap.group import ForeignReads, PagedGroup, group_chunk
 from infinity.swap.options import PagingOptions
 from infinity.swap.shard import spans_of
+from infinity.swap.stager import Chunk
 from infinity.swap.sub_group import Location, PagedSubGroup, Tier
 
 

@@ -33,9 +33,8 @@ from infinity.store.foreign import (
     lay_out,
 )
 from infinity.store.layout import BLOCK_NUMEL, Field
-from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import Delivery, PagedGroup
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, Span, Stager
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import RANGE_NUMEL, PieceOf, Values, ranges_of
 from infinity.units import align_up

@@ -13,10 +13,10 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from infinity.schedule.pinned import look_ahead_room
 from infinity.schedule.readahead import Limit, cycle_read_bytes
 from infinity.schedule.residency import choose_to_stay
-from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
+from infinity.swap.stager import Chunk
 from infinity.swap.sub_group import PagedSubGroup
 
 Unit = Chunk | PagedGroup | PagedSubGroup

@@ -32,9 +32,8 @@ from infinity.optim.kernel import join, split
 from infinity.store.arena import Extent
 from infinity.store.arena_copy import Copying, Source
 from infinity.store.layout import Field, SubGroup
-from infinity.swap.chunk import Chunk, Span
 from infinity.swap.health import ModelHealth
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, Span, Stager
 
 _STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 

@@ -10,8 +10,8 @@ import torch
 
 from infinity.aio import Lease
 from infinity.errors import BudgetError, InfinityError
-from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.machinery import Machinery
+from infinity.swap.stager import Chunk, ChunkState, Span
 from infinity.units import align_up, format_bytes
 
 

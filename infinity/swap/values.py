@@ -9,11 +9,10 @@ import torch
 
 from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.store.layout import Field, Piece
-from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.pending_updates import PendingUpdates
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, Span, Stager
 from infinity.swap.sub_group import PagedSubGroup, Slots
 from infinity.units import PAGE_BYTES, align_up
 

@@ -22,9 +22,9 @@ import torch
 from infinity.aio import Lease
 from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, ReusedMemory
 from infinity.store.layout import Piece
-from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
+from infinity.swap.stager import Chunk, Span
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.timeline import measured
 from infinity.units import align_up

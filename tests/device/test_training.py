@@ -20,10 +20,9 @@ from launch import ranks
 import infinity
 from infinity.device import StreamDevice, streams
 from infinity.swap import manager, parameter_lap, waiting_gradients
-from infinity.swap.chunk import ChunkState
 from infinity.swap.paging import Paging
 from infinity.swap.pending_updates import PendingUpdates
-from infinity.swap.stager import Stager
+from infinity.swap.stager import ChunkState, Stager
 
 CASES = [
     "plain",

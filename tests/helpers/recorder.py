@@ -11,8 +11,7 @@ from typing import Any
 from unittest import mock
 
 from infinity.aio import IoEngine, Priority
-from infinity.swap.chunk import Chunk, ChunkState, Span
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, ChunkState, Span, Stager
 
 _STAGED = (ChunkState.READING, ChunkState.STAGED)
 

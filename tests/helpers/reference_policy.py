@@ -8,9 +8,9 @@ from itertools import chain, takewhile
 import pytest
 from chosen_anew import groups_to_stage
 
-from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.stager import Chunk
 from infinity.swap.staging_units import Unit
 from infinity.swap.sub_group import PagedSubGroup
 

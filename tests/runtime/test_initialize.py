@@ -25,8 +25,7 @@ from torch import nn
 
 import infinity
 from infinity.store import run_folder
-from infinity.swap.chunk import Chunk
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, Stager
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,7 @@ from infinity.errors import BudgetError, IoError
 from infinity.schedule.readahead import in_turn
 from infinity.store.arena import Arena
 from infinity.store.run_folder import RunFolder
-from infinity.swap.chunk import Chunk, ChunkState, Span
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, ChunkState, Span, Stager
 
 PAGE = 4096
 POISON = 0xEE

@@ -19,10 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
-from infinity.swap.chunk import Chunk, ChunkIo, ChunkState
 from infinity.swap.gradient_lap import RefusingGradient, trained_shard
 from infinity.swap.paged_optimizer import PagedOptimizer
-from infinity.swap.stager import Stager
+from infinity.swap.stager import Chunk, ChunkIo, ChunkState, Stager
 
 BLOCKS = 5
 WIDTH = 96
