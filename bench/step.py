@@ -145,7 +145,8 @@ def main() -> int:
     return run_program(parser, None)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(results: str = "step") -> argparse.ArgumentParser:
+    """Return the parser of the options; --save appends to bench/results/`results`.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--params",
@@ -210,7 +211,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="2GiB",
         help="size of the drive's test file (default: %(default)s); a large one may lower its rates",
     )
-    parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
+    parser.add_argument("--save", action="store_true", help=f"append the JSON line to bench/results/{results}.jsonl")
     return parser
 
 
