@@ -277,27 +277,32 @@ def take_rounds(
     """
     rows: list[Row] = [{} for _ in range(min(args.redraw or args.rounds, args.rounds - done))]
     with contextlib.ExitStack() as stack:
-        limit = MemoryLimit("none")
-        if args.memory_limit is not None:
-            limit = stack.enter_context(memory_limit(parse_bytes(args.memory_limit)))
+        limit_bytes = None if args.memory_limit is None else parse_bytes(args.memory_limit)
         drive = filled_drive(args, stack) if drive_first else None
         for ways in [[way] for way in pythons] if args.alone else [list(pythons)]:
             with contextlib.ExitStack() as until_stepped:
-                workers = started(ways, order, pythons, limit, until_stepped)
+                workers = started(ways, order, pythons, limit_bytes, until_stepped)
                 drive = drive or filled_drive(args, stack)
                 step_in_turns(args, workers, drive, rows, done)
     return rows
 
 
 def started(
-    ways: list[str], order: dict[str, Any], pythons: dict[str, str], limit: MemoryLimit, stack: contextlib.ExitStack
+    ways: list[str],
+    order: dict[str, Any],
+    pythons: dict[str, str],
+    limit_bytes: int | None,
+    stack: contextlib.ExitStack,
 ) -> dict[str, Worker]:
-    """Start a worker for each way that can run here, in order; closed with the stack. Ways in memory have no limit."""
+    """Start a worker for each way that can run here, in order; closed with the stack. Each has a limit of its own, but
+    for ways in memory, which have none."""
     workers: dict[str, Worker] = {}
     for way in sorted(ways, key=lambda way: way == "torch"):  # it checks the memory that the others leave
         with left_out_in_a_line():
-            allowed = MemoryLimit("none") if way in ("torch", "memory") else limit
-            workers[way] = stack.enter_context(contextlib.closing(Worker(way, order, pythons[way], allowed)))
+            limit = MemoryLimit("none")
+            if limit_bytes is not None and way not in ("torch", "memory"):
+                limit = stack.enter_context(memory_limit(limit_bytes, swap=way == "torch-swapped"))
+            workers[way] = stack.enter_context(contextlib.closing(Worker(way, order, pythons[way], limit)))
     return {way: workers[way] for way in ways if way in workers}
 
 

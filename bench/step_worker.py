@@ -36,7 +36,7 @@ def torch_way(order: dict[str, Any]) -> Step:
     """Return the step of plain PyTorch in memory ("torch"), the reference. If the model doesn't fit, one with a quarter
     of its blocks is used, and times are multiplied by the ratio of parameters. Raises LeftOut if that doesn't fit.
 
-    "torch-swapped" doesn't look at memory: what is beyond the limit goes to the system's swap space. "torch-mapped" has
+    "torch-swapped" doesn't look at memory: its limit does not count the system's swap space. "torch-mapped" has
     masters, gradients and moments in files that are mapped into memory (torch.from_file).
     """
     sys.path.insert(0, str(HERE.parent))
@@ -48,8 +48,6 @@ def torch_way(order: dict[str, Any]) -> Step:
 
     whole = config_for(order["numel"], order["context"])
     variant = order["way"].partition("-")[2]
-    if variant == "swapped":
-        permit_swap()
     for config in (whole, replace(whole, layers=max(1, whole.layers // 4))):
         sizes = {"layers": config.layers, "hidden": config.hidden_size, "heads": config.heads, "seq": config.context}
         reason = why_not(dense_transformer(**sizes, vocab=VOCABULARY), order["batch_size"])
@@ -80,17 +78,6 @@ def torch_way(order: dict[str, Any]) -> Step:
         }
 
     return step
-
-
-def permit_swap() -> None:
-    """Let this process's control group use swap space, beyond its limit of memory."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            (Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.memsw.limit_in_bytes").write_text("-1")
-        elif not controllers:
-            with contextlib.suppress(OSError):  # the limit is in another hierarchy
-                (Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.swap.max").write_text("max")
 
 
 @contextlib.contextmanager

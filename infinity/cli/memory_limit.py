@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,11 +55,12 @@ class MemoryLimit:
 
 
 @contextlib.contextmanager
-def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
-    """Yield the strictest limit that this system permits. Raises InfinityError if it permits none."""
+def memory_limit(nbytes: int, *, swap: bool = False) -> Iterator[MemoryLimit]:
+    """Yield the strictest limit that this system permits; with `swap`, swap space does not count. Raises InfinityError if
+    it permits none."""
     with contextlib.ExitStack() as stack:
         for way in (_systemd, _own_group, _of_the_process):
-            if (limit := stack.enter_context(way(nbytes))) is not None:
+            if (limit := stack.enter_context(way(nbytes, swap))) is not None:
                 yield limit
                 return
         raise InfinityError(
@@ -67,14 +69,15 @@ def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
 
 
 @contextlib.contextmanager
-def _systemd(nbytes: int) -> Iterator[MemoryLimit | None]:
-    command = (*SYSTEMD_RUN, "--property", f"MemoryMax={nbytes}", "--property", "MemorySwapMax=0")
+def _systemd(nbytes: int, swap: bool = False) -> Iterator[MemoryLimit | None]:
+    swap_max = "infinity" if swap else "0"
+    command = (*SYSTEMD_RUN, "--property", f"MemoryMax={nbytes}", "--property", f"MemorySwapMax={swap_max}")
     works = shutil.which(command[0]) and not subprocess.run([*command, "true"], capture_output=True).returncode
     yield MemoryLimit("a control group, created by systemd", command) if works else None
 
 
 @contextlib.contextmanager
-def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
+def _own_group(nbytes: int, swap: bool = False) -> Iterator[MemoryLimit | None]:
     version_1, version_2 = "memory.limit_in_bytes", "memory.max"
     group = None
     try:
@@ -82,13 +85,13 @@ def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
         for left in parent.glob("infinity-limit-*"):  # of killed processes; a group in use stays
             with contextlib.suppress(OSError):
                 left.rmdir()
-        group = parent / f"infinity-limit-{os.getpid()}"
-        group.mkdir()
+        group = Path(tempfile.mkdtemp(prefix=f"infinity-limit-{os.getpid()}-", dir=parent))
         name = version_2 if (group / version_2).exists() else version_1
         (group / name).write_text(str(nbytes))
-        swap = "memory.swap.max" if name == version_2 else "memory.memsw.limit_in_bytes"
-        with contextlib.suppress(OSError):  # a kernel that does not count swap has no such file
-            (group / swap).write_text("0" if name == version_2 else str(nbytes))
+        if not swap:
+            swap_name = "memory.swap.max" if name == version_2 else "memory.memsw.limit_in_bytes"
+            with contextlib.suppress(OSError):  # a kernel that does not count swap has no such file
+                (group / swap_name).write_text("0" if name == version_2 else str(nbytes))
         processes = str(group / "cgroup.procs")
         subprocess.run(["true"], preexec_fn=lambda: _enter(processes), check=True)
         limit: MemoryLimit | None = MemoryLimit("a control group", enter=lambda: _enter(processes))
@@ -123,8 +126,8 @@ def _enter(processes: str) -> None:
 
 
 @contextlib.contextmanager
-def _of_the_process(nbytes: int) -> Iterator[MemoryLimit | None]:
+def _of_the_process(nbytes: int, swap: bool = False) -> Iterator[MemoryLimit | None]:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    may = hard == resource.RLIM_INFINITY or hard >= nbytes
+    may = not swap and (hard == resource.RLIM_INFINITY or hard >= nbytes)  # it counts what is in swap space, too
     enter = functools.partial(resource.setrlimit, resource.RLIMIT_DATA, (nbytes, nbytes))
     yield MemoryLimit("a process limit (RLIMIT_DATA)", enter=enter) if may else None

@@ -21,7 +21,20 @@ def test_a_limit_holds(way: str) -> None:
         assert limit.run([sys.executable, "-c", "bytearray(20 << 20)"]) == 0
         assert limit.run([sys.executable, "-c", "bytearray(400 << 20)"]) != 0
         assert limit.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
-    assert not [*limits.CGROUPS.rglob(f"infinity-limit-{os.getpid()}")]
+    assert not [*limits.CGROUPS.rglob(f"infinity-limit-{os.getpid()}-*")]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_swap_space_counts_unless_it_is_permitted(swap: bool) -> None:
+    with limits._own_group(200 * MIB, swap) as limit:
+        groups = limits.CGROUPS.rglob(f"infinity-limit-{os.getpid()}-*")
+        names = ("memory.memsw.limit_in_bytes", "memory.swap.max")
+        files = [group / name for group in groups for name in names if (group / name).exists()]
+        if limit is None or not files:
+            pytest.skip("this system lets us make no control group, or does not count swap space")
+        assert (files[0].read_text().strip() in ("0", str(200 * MIB))) is not swap
+    with limits._of_the_process(200 * MIB, swap) as limit:
+        assert not (swap and limit)
 
 
 def test_what_a_killed_process_left_is_removed() -> None:
