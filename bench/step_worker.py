@@ -63,21 +63,14 @@ def torch_way(order: dict[str, Any]) -> Step:
         training = PlainTraining(GPT(config), clipping=order["clipping"], dtype=dtype)
     batches = _batches(order)
 
-    def step() -> dict[str, Any]:
-        began = time.perf_counter()
-        loss, passes = _passes(training.model, lambda loss: training.backward(loss / len(batches)), batches)
-        backward = time.perf_counter()
-        training.step()
-        ended = time.perf_counter()
-        return passes | {
-            "step": ended - backward,
-            "seconds": ended - began,
-            "loss": loss,
-            "numel": whole.numel,
-            "scale": scale,
-        }
+    def backward(loss: Any) -> None:
+        training.backward(loss / len(batches))
 
-    return step
+    return lambda: {
+        **_timed(training.model, backward, training.step, batches),
+        "numel": whole.numel,
+        "scale": scale,
+    }
 
 
 @contextlib.contextmanager
@@ -129,23 +122,17 @@ def fsdp2_way(order: dict[str, Any]) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batches = _batches(order)
 
-    def step() -> dict[str, Any]:
-        began = time.perf_counter()
-        loss, passes = _passes(model, lambda loss: (loss / len(batches)).backward(), batches)
-        backward = time.perf_counter()
+    def backward(loss: Any) -> None:
+        (loss / len(batches)).backward()
+
+    def update() -> None:
         if order["clipping"] > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), order["clipping"])
         optimizer.step()
         optimizer.zero_grad()
-        ended = time.perf_counter()
-        return passes | {
-            "step": ended - backward,
-            "seconds": ended - began,
-            "loss": loss,
-            "numel": sum(p.numel() for p in model.parameters()),
-        }
 
-    return step
+    numel = sum(p.numel() for p in model.parameters())
+    return lambda: _timed(model, backward, update, batches) | {"numel": numel}
 
 
 def infinity_way(order: dict[str, Any]) -> Step:
@@ -296,21 +283,12 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         if len(batches) > 1:
             engine.step()  # DeepSpeed counts micro-batches there
 
-    def step() -> dict[str, Any]:
-        began = time.perf_counter()
-        loss, passes = _passes(engine, backward, batches)
-        middle = time.perf_counter()
+    def update() -> None:
         if len(batches) == 1:
             engine.step()
-        ended = time.perf_counter()
-        return passes | {
-            "step": ended - middle,
-            "seconds": ended - began,
-            "loss": loss,
-            "numel": sum(p.ds_numel for p in model.parameters()),
-        }
 
-    return step
+    numel = sum(p.ds_numel for p in model.parameters())
+    return lambda: _timed(engine, backward, update, batches) | {"numel": numel}
 
 
 def _batches(order: dict[str, Any]) -> list[Any]:
@@ -320,6 +298,16 @@ def _batches(order: dict[str, Any]) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     shape = order["batch_size"], order["context"] + 1
     return [torch.randint(0, 256, shape, generator=generator) for _ in range(order["accumulation"])]
+
+
+def _timed(model: Any, backward: Callable[[Any], Any], update: Callable[[], Any], batches: list[Any]) -> dict[str, Any]:
+    """Take a step: the passes of `_passes`, then `update`. Returns its mean loss and its seconds."""
+    began = time.perf_counter()
+    loss, passes = _passes(model, backward, batches)
+    middle = time.perf_counter()
+    update()
+    ended = time.perf_counter()
+    return passes | {"step": ended - middle, "seconds": ended - began, "loss": loss}
 
 
 def _passes(model: Any, backward: Callable[[Any], Any], batches: list[Any]) -> tuple[float, dict[str, Any]]:
