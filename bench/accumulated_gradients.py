@@ -88,7 +88,7 @@ def trained(way: str, python: str, nvme_path: str) -> dict[str, Any]:
 
 
 def compared(one: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    """Return the norm of the last step over the reference's, and the largest difference of a weight."""
+    """Return the norm of the first step over the reference's, and the largest difference of a weight."""
     if "failed" in one:
         return {}
     pairs = zip(one["weights"], reference["weights"], strict=True)
