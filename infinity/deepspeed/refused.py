@@ -19,7 +19,8 @@ _REFUSED = {
     "choose and order the samples in the dataset or its sampler": "runtime.data_pipeline",
     "initialize() returns the optimizer": "runtime.fp16",
     "use infinity.zero; parameters have no ds_status": "runtime.zero.partition_parameters",
-    "tensor and sequence parallelism are not supported": "runtime.domino sequence tp_model_init",
+    "sequence parallelism is not supported": "sequence",
+    "set tensor_parallel in the config": "runtime.domino tp_model_init",
 }
 """What to do instead → names of DeepSpeed that are refused, with all below them."""
 
