@@ -38,7 +38,7 @@ _TABLES = {
     ),
     "fp4": (*(value / 12 for value in _FP4), *(-value / 12 for value in _FP4)),
 }
-"""The values of codes. bitsandbytes decodes with these, whatever is in the file."""
+"""The values of codes. bitsandbytes uses these and ignores the table in a file."""
 _BLOCK_NUMELS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """The block sizes that bitsandbytes decodes."""
 
