@@ -13,7 +13,7 @@ Both have `qweight` and `qzeros` in I32, and fp16 `scales` of shape (groups, out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +78,7 @@ def gptq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, An
     form = str(config.get("checkpoint_format", "gptq"))
     if form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"GPTQ's format {printable(form)!r} is not supported: use weights in gptq or gptq_v2")
-    made: dict[str, StoredParameter] = dict(tensors)
-    for name in tensors:
-        if name.endswith(".qweight"):
-            module = name.removesuffix(".qweight")
-            with parsing(f"{tensors[name].path}: the tensors of {module} don't fit together", "fetch or save it again"):
-                parts = [tensors[f"{module}.{part}"] for part in (*_PARTS, "g_idx")]
-                made[f"{module}.weight"] = _gptq(parts, config, zeros_less=form == "gptq")
-            for part in (*_PARTS, "g_idx"):
-                made.pop(f"{module}.{part}", None)
-    return made
+    return _joined(tensors, (*_PARTS, "g_idx"), lambda parts: _gptq(parts, config, zeros_less=form == "gptq"))
 
 
 def awq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
@@ -97,13 +88,22 @@ def awq_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any
         raise ConfigError(
             f"AWQ's format {printable(form)!r} with {bits} bits is not supported: use 4-bit weights in gemm"
         )
+    return _joined(tensors, _PARTS, lambda parts: _awq(parts, config))
+
+
+def _joined(
+    tensors: Mapping[str, StoredTensor],
+    names: Sequence[str],
+    parameter_of: Callable[[Sequence[StoredTensor]], StoredParameter],
+) -> dict[str, StoredParameter]:
+    """Return the parameters, each made of the tensors `names` of a module, and the other tensors."""
     made: dict[str, StoredParameter] = dict(tensors)
     for name in tensors:
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
             with parsing(f"{tensors[name].path}: the tensors of {module} don't fit together", "fetch or save it again"):
-                made[f"{module}.weight"] = _awq([tensors[f"{module}.{part}"] for part in _PARTS], config)
-            for part in _PARTS:
+                made[f"{module}.weight"] = parameter_of([tensors[f"{module}.{part}"] for part in names])
+            for part in names:
                 made.pop(f"{module}.{part}", None)
     return made
 
