@@ -20,7 +20,6 @@ struct Lanes {
   struct Floats {
     __m256 low, high;
   };
-  using Halves = __m256i;
 
   INLINE static Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   INLINE static Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
@@ -44,25 +43,11 @@ struct Lanes {
   }
   INLINE static bool any_nan(Floats a) { return _mm256_movemask_ps(unordered(a)) != 0; }
 
-  using Eight = __m256;
-  INLINE static Eight eight_zeros() { return _mm256_setzero_ps(); }
+#include "base/lanes_avx.inc"
+
   INLINE static void add_by_eights(Eight& sums, Floats a, int64_t) {
     sums = _mm256_add_ps(_mm256_add_ps(sums, a.low), a.high);
   }
-  INLINE static void store(float* to, Eight sums) { _mm256_storeu_ps(to, sums); }
-
-  INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
-  INLINE static Halves load_halves(const uint16_t* from) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  }
-  INLINE static void store_halves(uint16_t* to, Halves value) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
-  }
-  INLINE static Halves add(Halves a, Halves b) { return _mm256_add_epi16(a, b); }
-  INLINE static Halves bit_and(Halves a, Halves b) { return _mm256_and_si256(a, b); }
-  INLINE static Halves average(Halves a, Halves b) { return _mm256_avg_epu16(a, b); }
-  INLINE static Halves sign_bit(Halves a) { return _mm256_srli_epi16(a, 15); }
-  INLINE static Halves minus_one_where_negative(Halves a) { return _mm256_srai_epi16(a, 15); }
   INLINE static bool any_equal(Halves a, uint16_t value) {
     __m256i equal = _mm256_cmpeq_epi16(a, halves(value));
     return !_mm256_testz_si256(equal, equal);
@@ -90,17 +75,6 @@ struct Lanes {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
   }
 
-  INLINE static void stream_halves(uint16_t* to, Halves value) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
-  }
-  INLINE static void end_streams() { _mm_sfence(); }
-  INLINE static Halves load_signed(const uint8_t* from) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  }
-  template <int kBits>
-  INLINE static Halves shifted_left(Halves a) {
-    return _mm256_slli_epi16(a, kBits);
-  }
   // By shuffles of bytes: of the lower ones of all halves, and of the upper ones.
   template <bool streams>
   INLINE static void look_up_16(const uint16_t* table, uint64_t codes, uint16_t* to) {

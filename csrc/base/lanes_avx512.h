@@ -18,7 +18,6 @@ namespace {
 struct Lanes {
   static constexpr int kWidth = 16;
   using Floats = __m512;
-  using Halves = __m256i;
 
   INLINE static Floats floats(float value) { return _mm512_set1_ps(value); }
   INLINE static Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -31,27 +30,13 @@ struct Lanes {
   INLINE static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   INLINE static bool any_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 
-  using Eight = __m256;
-  INLINE static Eight eight_zeros() { return _mm256_setzero_ps(); }
+#include "base/lanes_avx.inc"
+
   INLINE static void add_by_eights(Eight& sums, Floats a, int64_t) {
     constexpr __mmask8 kAllEight = 0xFF;
     sums = _mm256_add_ps(sums, _mm512_maskz_extractf32x8_ps(kAllEight, a, 0));
     sums = _mm256_add_ps(sums, _mm512_maskz_extractf32x8_ps(kAllEight, a, 1));
   }
-  INLINE static void store(float* to, Eight sums) { _mm256_storeu_ps(to, sums); }
-
-  INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
-  INLINE static Halves load_halves(const uint16_t* from) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  }
-  INLINE static void store_halves(uint16_t* to, Halves value) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
-  }
-  INLINE static Halves add(Halves a, Halves b) { return _mm256_add_epi16(a, b); }
-  INLINE static Halves bit_and(Halves a, Halves b) { return _mm256_and_si256(a, b); }
-  INLINE static Halves average(Halves a, Halves b) { return _mm256_avg_epu16(a, b); }
-  INLINE static Halves sign_bit(Halves a) { return _mm256_srli_epi16(a, 15); }
-  INLINE static Halves minus_one_where_negative(Halves a) { return _mm256_srai_epi16(a, 15); }
   INLINE static bool any_equal(Halves a, uint16_t value) { return _mm256_cmpeq_epi16_mask(a, halves(value)) != 0; }
   INLINE static bool any_equal_or_nan(Halves a, uint16_t value, Floats b) {
     return (_mm256_cmpeq_epi16_mask(a, halves(value)) | _mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q)) != 0;
@@ -66,17 +51,6 @@ struct Lanes {
   }
   INLINE static Halves lower_halves(Floats a) { return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_castps_si512(a)); }
 
-  INLINE static void stream_halves(uint16_t* to, Halves value) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
-  }
-  INLINE static void end_streams() { _mm_sfence(); }
-  INLINE static Halves load_signed(const uint8_t* from) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  }
-  template <int kBits>
-  INLINE static Halves shifted_left(Halves a) {
-    return _mm256_slli_epi16(a, kBits);
-  }
   // Of a word, the permutation takes the lowest four bits.
   template <bool streams>
   INLINE static void look_up_16(const uint16_t* table, uint64_t codes, uint16_t* to) {
