@@ -2,7 +2,6 @@
 // loops includes.
 #pragma once
 
-#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,11 +23,16 @@ inline std::vector<std::string> instruction_sets() {
 }
 
 // Returns the loops of that name. Throws std::invalid_argument if this CPU lacks their instructions.
-template <typename Kernels, size_t kCount>
-const Kernels& kernels_named(const std::string& name, const Kernels* const (&all)[kCount]) {
+template <typename Kernels>
+const Kernels& kernels_named(const std::string& name) {
+  static constexpr const Kernels* kAll[] = {
+#if defined(__x86_64__)
+      &Kernels::kAvx512, &Kernels::kAvx2,
+#endif
+      &Kernels::kPortable};
   static const auto& here = *new const auto(instruction_sets());  // never destroyed: threads may outlive it
   for (const std::string& known : here) {
-    for (const Kernels* kernels : all) {
+    for (const Kernels* kernels : kAll) {
       if (known == name && kernels->name == name) return *kernels;
     }
   }

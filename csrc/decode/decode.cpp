@@ -15,15 +15,6 @@ namespace {
 constexpr int64_t kTileNumel = 1 << 16;      // or so, in rows: as much as stays in the cache of a core
 constexpr int64_t kStreamedNumel = 1 << 21;  // so many results do not stay in caches
 
-const Kernels& kernels_named(const std::string& name) {
-  static constexpr const Kernels* kAll[] = {
-#if defined(__x86_64__)
-      &kAvx512Kernels, &kAvx2Kernels,
-#endif
-      &kPortableKernels};
-  return infinity::kernels_named(name, kAll);
-}
-
 int64_t divided_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
@@ -40,7 +31,7 @@ void check(const Matrix& matrix) {
 
 void decode(const Matrix& matrix, int threads, const std::string& instructions) {
   check(matrix);
-  auto* kernel = kernels_named(instructions).decode;
+  auto* kernel = kernels_named<Kernels>(instructions).decode;
   const bool whole_rows = matrix.codes.layout == Layout::kRows;
   // Even columns, so that tiles begin with a byte of the codes if rows do. Rows that end with a word, or nearly so.
   const int64_t columns = whole_rows ? std::min(matrix.columns, kTileNumel) : 2 * kTileColumns;

@@ -18,12 +18,10 @@ constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileColumns = 256;
 
 struct Kernels {
+  static const Kernels kAvx512, kAvx2, kPortable;
+
   const char* name;
   void (*decode)(const Matrix&, const Tile&, bool streams);
 };
-
-extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx2Kernels;
-extern const Kernels kPortableKernels;
 
 }  // namespace infinity::decode

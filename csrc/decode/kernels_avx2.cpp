@@ -16,7 +16,7 @@ namespace {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2", decode_tile};
+const Kernels Kernels::kAvx2 = {"avx2", decode_tile};
 
 }  // namespace infinity::decode
 #endif

@@ -16,7 +16,7 @@ namespace {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", decode_tile};
+const Kernels Kernels::kAvx512 = {"avx512", decode_tile};
 
 }  // namespace infinity::decode
 #endif

@@ -15,6 +15,6 @@ namespace {
 
 }  // namespace
 
-const Kernels kPortableKernels = {"portable", decode_tile};
+const Kernels Kernels::kPortable = {"portable", decode_tile};
 
 }  // namespace infinity::decode

@@ -24,15 +24,6 @@ namespace {
 constexpr int64_t kBlockNumel = 1 << 15;        // what a thread takes at a time: half a MiB of state or so
 constexpr int64_t kPageNumel = kPageBytes / 2;  // fills whole pages of every field
 
-const Kernels& kernels_named(const std::string& name) {
-  static constexpr const Kernels* kAll[] = {
-#if defined(__x86_64__)
-      &kAvx512Kernels, &kAvx2Kernels,
-#endif
-      &kPortableKernels};
-  return infinity::kernels_named(name, kAll);
-}
-
 // [Note: Tails]
 // torch's kernel takes a tensor eight elements at a time and, at its end, those that are left one by one; these few are
 // rounded differently (see [Note: Rounding]). To be equal to torch bit for bit on a shard of any length, and to any
@@ -299,7 +290,7 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
   const std::vector<Span> spans = spans_of(pieces, fields, grad, settings.step);
   std::optional<PagesOfBlocks> guarded;
   if (pages != nullptr) guarded.emplace(*pages, fields);
-  auto& of_grad = kernels_named(means.instructions).update[static_cast<size_t>(grad)];
+  auto& of_grad = kernels_named<Kernels>(means.instructions).update[static_cast<size_t>(grad)];
   auto* kernel = of_grad[static_cast<size_t>(kind)][static_cast<size_t>(fields.moments)];
   if (guarded.has_value() && !guarded->verify_scales()) {
     guarded->tell();
@@ -326,7 +317,7 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
 void join(const uint16_t* compute_param, const uint16_t* remainder, int64_t numel, Ties ties, float* master,
           const Means& means) {
   check(ties, numel);
-  auto* kernel = kernels_named(means.instructions).join;
+  auto* kernel = kernels_named<Kernels>(means.instructions).join;
   run_blocks(numel, ties, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
     kernel(compute_param + begin, remainder + begin, begin, end - begin, way, master + begin);
   });
@@ -334,7 +325,7 @@ void join(const uint16_t* compute_param, const uint16_t* remainder, int64_t nume
 
 std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
                            const Means& means) {
-  auto* kernel = kernels_named(means.instructions).split;
+  auto* kernel = kernels_named<Kernels>(means.instructions).split;
   Ties none{nullptr, nullptr};
   return joined(run_blocks(numel, none, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
     kernel(master + begin, begin, end - begin, compute_param + begin, remainder + begin, way);
@@ -342,7 +333,7 @@ std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute
 }
 
 void accumulate(Grad grad, const void* grads, int64_t numel, float* sums, const Means& means) {
-  auto* kernel = kernels_named(means.instructions).accumulate[static_cast<size_t>(grad)];
+  auto* kernel = kernels_named<Kernels>(means.instructions).accumulate[static_cast<size_t>(grad)];
   Ties none{nullptr, nullptr};
   run_blocks(numel, none, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay&) {
     kernel(static_cast<const std::byte*>(grads) + begin * itemsize(grad), end - begin, sums + begin);
@@ -350,7 +341,7 @@ void accumulate(Grad grad, const void* grads, int64_t numel, float* sums, const 
 }
 
 void norms(const std::vector<Whole>& wholes, float* norms, const Means& means) {
-  const auto& kernels = kernels_named(means.instructions).norm;
+  const auto& kernels = kernels_named<Kernels>(means.instructions).norm;
   std::vector<size_t> order(wholes.size());
   std::iota(order.begin(), order.end(), 0);
   auto takes_longer = [&](size_t a, size_t b) { return wholes[a].numel > wholes[b].numel; };

@@ -60,6 +60,8 @@ struct TiesOnTheWay {
 };
 
 struct Kernels {
+  static const Kernels kAvx512, kAvx2, kPortable;
+
   const char* name;
   void (*update[3][4][3])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad, Master and Moments
   void (*join)(const uint16_t* compute_param, const uint16_t* remainder, int64_t index, int64_t numel, TiesOnTheWay&,
@@ -69,9 +71,5 @@ struct Kernels {
   void (*accumulate[3])(const void* grads, int64_t numel, float* sums);  // by Grad
   float (*norm[3])(const void* grads, int64_t numel);                    // by Grad
 };
-
-extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx2Kernels;
-extern const Kernels kPortableKernels;
 
 }  // namespace infinity::optim

@@ -18,7 +18,7 @@ namespace {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = INFINITY_KERNELS("avx2");
+const Kernels Kernels::kAvx2 = kernels_of("avx2");
 
 }  // namespace infinity::optim
 #endif

@@ -18,7 +18,7 @@ namespace {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = INFINITY_KERNELS("avx512");
+const Kernels Kernels::kAvx512 = kernels_of("avx512");
 
 }  // namespace infinity::optim
 #endif

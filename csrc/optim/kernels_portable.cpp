@@ -17,6 +17,6 @@ namespace {
 
 }  // namespace
 
-const Kernels kPortableKernels = INFINITY_KERNELS("portable");
+const Kernels Kernels::kPortable = kernels_of("portable");
 
 }  // namespace infinity::optim
