@@ -15,13 +15,11 @@ class SetAside:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        for storage in storages.values():
-            if storage.nbytes():
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8)
-                host.copy_(_bytes_of(storage))
-                self._held.append((storage, host))
-                storage.resize_(0)
+        self._held = [
+            (storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values() if storage.nbytes()
+        ]
+        for storage, _ in self._held:  # only now, as host memory may not suffice for all
+            storage.resize_(0)
 
     def put_back(self) -> None:
         """Give the tensors memory, with their bytes. Raises what the device raises if it has none."""

@@ -591,10 +591,12 @@ class Engine(DeepSpeedSurface):
                     if self.activations is not None:
                         self.activations.trim()
                     self._storage.sleep(pinned=level == 2)
+                    buffers = self.module.buffers()
+                    self._buffers_aside = SetAside(buffer for buffer in buffers if buffer.device.type != "cpu")
             except BaseException:
+                self._buffers_aside.put_back()
                 self._storage.wake()
                 raise
-            self._buffers_aside = SetAside(buffer for buffer in self.module.buffers() if buffer.device.type != "cpu")
             self.health.sleep()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -151,6 +151,22 @@ def test_a_training_in_memory_sleeps_at_level_1(nvme_path: Path) -> None:
         take_step(engine)
 
 
+def test_after_a_sleep_that_fails_the_engine_is_awake(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tensors: object) -> None:
+        raise MemoryError("no host memory for buffers")
+
+    with engine_of(nvme_path) as engine, engine_of(nvme_path) as other:
+        assert take_step(engine) == take_step(other)
+        monkeypatch.setattr("infinity.runtime.engine.SetAside", fail)
+        with pytest.raises(MemoryError, match="for buffers"):
+            engine.sleep(2)
+        monkeypatch.undo()
+        assert take_step(engine) == take_step(other)
+        engine.sleep(2)
+        engine.wake()
+        assert take_step(engine) == take_step(other)
+
+
 def test_a_durable_run_sleeps_and_is_resumed(nvme_path: Path) -> None:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     config = {
@@ -179,6 +195,13 @@ def test_tensors_that_are_set_aside_have_no_memory() -> None:
     aside.put_back()
     aside.put_back()
     assert torch.equal(tensor, expected) and torch.equal(view, expected[7:])
+
+
+def test_tensors_of_which_one_cant_be_set_aside_all_stay() -> None:
+    tensor = torch.arange(6.0)
+    with pytest.raises(NotImplementedError, match="no data"):
+        SetAside([tensor, torch.empty(6, device="meta")])
+    assert tensor.tolist() == [*range(6)]
 
 
 @pytest.mark.parametrize("where", ["memory", "nvme", "nvme, nothing resident", "host"])
