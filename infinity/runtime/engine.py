@@ -87,7 +87,7 @@ class Engine(DeepSpeedSurface):
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
         self.flops_profile: FlopsProfile | None = None
         if config.flops_profiler.enabled and dist.get_rank() == 0:
-            self.flops_profile = FlopsProfile(module, config.flops_profiler, config.batch, self.shard_numel)
+            self.flops_profile = FlopsProfile(module, config.flops_profiler, self.shard_numel)
         self._parts, self._storage, self._updater, self._vertical = parts, parts.storage, parts.updater, parts.vertical
         self._notes_at_start = parts.swap.notes if parts.swap is not None else []
         self._micro_batches = MicroBatches(parts)
@@ -465,7 +465,7 @@ class Engine(DeepSpeedSurface):
         stepped = self.global_steps > steps
         if clock is not None and part == "step":
             clock.report(stepped=stepped)
-        if profile is not None and stepped and profile.report():
+        if profile is not None and stepped and profile.report(self.config.batch):
             self.flops_profile = None
 
     # Commits and checkpoints.

@@ -37,8 +37,8 @@ class _Part:
 class FlopsProfile:
     """See `flops_profiler` in docs/config.md. `measure` goes around forward, backward and step."""
 
-    def __init__(self, module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int) -> None:
-        self._module, self._settings, self._batch, self._shard_numel = module, settings, batch, shard_numel
+    def __init__(self, module: nn.Module, settings: FlopsProfilerConfig, shard_numel: int) -> None:
+        self._module, self._settings, self._shard_numel = module, settings, shard_numel
         self._seconds: dict[str, float] = {}
         self._began, self._micro_batches = 0.0, 1
         self._whole = _Part("", _kind(module), 0, sum(p.numel() for p in module.parameters()))
@@ -62,12 +62,12 @@ class FlopsProfile:
     def is_due(self, steps: int) -> bool:
         return steps == self._settings.profile_step
 
-    def report(self) -> bool:
-        """Write the report if the step that just ended was measured, and return True then."""
+    def report(self, batch: Batch) -> bool:
+        """Write the report if the step that just ended, of this batch, was measured, and return True then."""
         if not self._seconds.keys() >= {"fwd", "bwd", "step"}:
             return False
         details = self._details() if self._settings.detailed else ()
-        text = "\n".join((*self._summary(now() - self._began), *self._by_depth(), *details)) + "\n"
+        text = "\n".join((*self._summary(batch, now() - self._began), *self._by_depth(), *details)) + "\n"
         if self._settings.output_file is not None:
             try:
                 Path(self._settings.output_file).write_text(text)
@@ -113,10 +113,9 @@ class FlopsProfile:
             yield
             self._whole.flops, self._whole.seconds = counter.get_total_flops(), now() - began
 
-    def _summary(self, whole_seconds: float) -> Iterator[str]:
+    def _summary(self, batch: Batch, whole_seconds: float) -> Iterator[str]:
         flops, forward, backward = self._whole.flops, self._seconds["fwd"], self._seconds["bwd"]
         back = 2 + self._settings.recompute_fwd_factor
-        batch = self._batch
         figures = {
             "world size": dist.get_world_size(),
             "batch size per GPU": batch.micro,

@@ -31,8 +31,8 @@ class Blocks(nn.Module):
         return x
 
 
-def trained(path: Path, steps: int = 4, **profiler: Any) -> list[float]:
-    """Losses of a training in which evaluations come between the steps."""
+def trained(path: Path, steps: int = 4, *, train_batch_size: int = 8, **profiler: Any) -> list[float]:
+    """Losses of a training in which evaluations come between the steps. train_batch_size: set after the first step."""
     place = {"device": "nvme", "nvme_path": str(path)}
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -49,11 +49,12 @@ def trained(path: Path, steps: int = 4, **profiler: Any) -> list[float]:
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             with torch.no_grad():
                 engine(x)
-            for _ in range(2):
+            for _ in range(engine.gradient_accumulation_steps()):
                 loss = engine(x).square().mean()
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.item())
+            engine.set_train_batch_size(train_batch_size)
     return losses
 
 
@@ -79,6 +80,11 @@ def test_one_report_and_the_same_training(nvme_path: Path, capsys: pytest.Captur
     )
     assert float(block.split()[0]) > 0
     assert len(re.findall("Linear: 128 = 23.53% params, 512 MACs = 25.00% MACs", report)) == 2  # those without bias
+
+
+def test_a_batch_that_was_set_later_is_the_one_reported(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(nvme_path, train_batch_size=12, enabled=True, profile_step=2)
+    assert value(capsys.readouterr().out, "gradient accumulation steps") == "3"
 
 
 def test_its_keys_say_how_much_and_where(nvme_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
