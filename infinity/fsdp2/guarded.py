@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from infinity.device import ReusedMemory
 from infinity.errors import InfinityError
@@ -266,6 +267,8 @@ class GuardedGroup(FSDPParamGroup):
             if type(gathered) is nn.Parameter:
                 gathered.__class__ = GatheredParameter
                 cast(GatheredParameter, gathered).gathered_name = parameter._param_fqn or "a parameter"
+            elif isinstance(gathered, DTensor):
+                gathered._local_tensor._is_param = True  # `to_local` is a view of it
             if self.came_further is not None and parameter not in self._followed and gathered.requires_grad:
                 self._followed.add(parameter)
                 gathered.register_post_accumulate_grad_hook(partial(_gradient_came, weakref.ref(self)))

@@ -16,6 +16,8 @@ import torch
 import training
 from fake import FakeRuntime
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import infinity
 from infinity.activations.saved_tensors import Activations
@@ -355,6 +357,44 @@ def test_parameters_parts_of_buffers_and_small_tensors_stay() -> None:
         bench.net[0].weight[:16].pow(2).sum().backward()  # type: ignore[index, union-attr]
         (torch.randn(4, requires_grad=True) * 2).pow(2).sum().backward()
     assert set(moved) == {torch.Size([64, 32])}
+
+
+class OfParts(nn.Module):
+    """Computes with this rank's part of a parameter that was split before, as experts do."""
+
+    def __init__(self, split: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(32, 32), split, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to_local()  # type: ignore[attr-defined]
+        return self.last(self.first(x) @ weight.t()).square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_part_of_a_parameter_stays_as_it_changes_while_a_graph_is_kept(nvme_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    outcomes = []
+    for own in ({}, {"pinned_bytes_max": "32MiB", **NVME}):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "part"))
+        settings = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+            "infinity": own,
+        }
+        kept, norms = [], []
+        with infinity.initialize(model=OfParts(mesh["part"]), config=settings, mesh=mesh)[0] as engine:
+            for step in range(3):
+                x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
+                kept.append(engine(x))
+                engine.backward(engine(x))
+                engine.step()
+                norms.append(engine.get_global_grad_norm())
+            assert engine.activations is None or engine.activations.moved > 0
+        outcomes.append(norms)
+    assert outcomes[0] == outcomes[1]
 
 
 def test_views_of_one_storage_move_with_it_once(bench: Bench) -> None:
