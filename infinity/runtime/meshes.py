@@ -81,20 +81,15 @@ def given_grid(model: nn.Module, mesh: DeviceMesh | None) -> Grid | None:
 
 def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int, expert_ranks: int) -> Grid:
     """Return the grid of all ranks. A collective."""
+    replicas = dist.get_world_size() // (shard_ranks * tensor_ranks)
+    sizes = {"replicate": replicas, "shard": shard_ranks, "tensor": tensor_ranks}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    mesh, experts = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), None
     if expert_ranks > 1:
-        sizes_of_experts = shard_ranks // expert_ranks, expert_ranks
-        experts = init_device_mesh(kind, sizes_of_experts, mesh_dim_names=("owners", "experts"))
-        return Grid(init_device_mesh(kind, (shard_ranks,), mesh_dim_names=("shard",)), experts=experts)
-    ranks = dist.get_world_size() // tensor_ranks
-    sizes = {"shard": shard_ranks}
-    if shard_ranks < ranks:
-        sizes = {"replicate": ranks // shard_ranks, **sizes}
-    data = tuple(sizes)
-    if tensor_ranks == 1:
-        return Grid(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=data))
-    sizes["tensor"] = tensor_ranks
-    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return Grid(mesh[data], mesh["tensor"])
+        owners = shard_ranks // expert_ranks
+        experts = init_device_mesh(kind, (owners, expert_ranks), mesh_dim_names=("owners", "experts"))
+    data = tuple(name for name in sizes if name != "tensor")
+    return Grid(mesh[data], mesh["tensor"] if tensor_ranks > 1 else None, experts)
 
 
 def check_same_batches(model: nn.Module, tensor_ranks: int) -> None:

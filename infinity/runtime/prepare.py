@@ -129,13 +129,8 @@ def shard_and_page(
     update timing for which there is room. grid: of a mesh that the user passed.
     """
     if grid is None:
-        kind = compute_device().type
-        grid = make_grid(
-            kind,
-            shard_ranks=resolved.shard_ranks,
-            tensor_ranks=resolved.tensor_ranks,
-            expert_ranks=resolved.expert_ranks,
-        )
+        sizes = {"shard_ranks": resolved.shard_ranks, "tensor_ranks": resolved.tensor_ranks}
+        grid = make_grid(compute_device().type, **sizes, expert_ranks=resolved.expert_ranks)
     if grid.tensor is not None:
         split_by_plan(model, grid.tensor)
     owned = own_experts(model, grid.experts["experts"]) if grid.experts is not None else []
