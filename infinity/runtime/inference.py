@@ -26,8 +26,7 @@ from infinity.fsdp2.first_values import init_empty
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_log
-from infinity.runtime.expert_parallel import check_experts
-from infinity.runtime.meshes import check_plan, given_grid
+from infinity.runtime.meshes import check_splits, given_grid
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.resolved import compute_device, resolve
 from infinity.swap import SwapManager
@@ -122,17 +121,13 @@ def init_inference(
             )
             check_supported(model, None, weights)
             given_grid(model, None)
-            if (tensor_ranks := settled.tensor_parallel.ranks) > 1:
-                check_plan(model, tensor_ranks)
-            if settled.expert_parallel.ranks > 1:
-                check_experts(model, settled.expert_parallel.ranks)
+            check_splits(model, settled, None)
             resolved = resolve(
                 settled,
                 ranks=dist.get_world_size(),
                 numel=sum(p.numel() for p in model.parameters()),
                 moments=(),
                 trains=False,
-                tensor_ranks=tensor_ranks,
                 device_type=compute_device().type,
             )
         check_alike(model, weights)

@@ -29,8 +29,7 @@ from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_log
 from infinity.runtime.engine import Engine
-from infinity.runtime.expert_parallel import check_experts
-from infinity.runtime.meshes import Grid, check_plan, given_grid
+from infinity.runtime.meshes import Grid, check_splits, given_grid
 from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
     Groups,
@@ -188,14 +187,7 @@ def _understand(
     hidden_size = next((size for size in sizes if isinstance(size, int)), None)
     ranks = dist.get_world_size() if grid is None else grid.data.size()
     config = load_config(source).resolve(world_size=ranks, hidden_size=hidden_size, **auto)
-    if (tensor_ranks := config.tensor_parallel.ranks) > 1:
-        if grid is not None:
-            raise ConfigError("tensor_parallel.autotp_size: leave it out with mesh=, which says what is split")
-        check_plan(model, tensor_ranks)
-    if config.expert_parallel.ranks > 1:
-        if grid is not None:
-            raise ConfigError("expert_parallel.autoep_size: leave it out with mesh=, which says what is split")
-        check_experts(model, config.expert_parallel.ranks)
+    check_splits(model, config, grid)
     check_monitors(config)
     stepper = early = None
     if config.offloads:
@@ -216,8 +208,7 @@ def _understand(
         moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
         matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
         trains=optimizer is not None or config.optimizer is not None,
-        tensor_ranks=tensor_ranks if grid is None else grid.tensor_ranks,
-        shard_ranks=None if grid is None else grid.shard_ranks,
+        grid=grid,
         device_type=compute_device().type,
     )
     return _Asked(config, optimizer, groups, stepper, resolved)

@@ -26,9 +26,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import tree_leaves
 
+from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.names import parameter_names
 from infinity.ranks.all_ranks import from_all_ranks
+from infinity.runtime.expert_parallel import check_experts
 
 _BY_HAND = "split the model by torch's parallelize_module and pass mesh= to initialize"
 
@@ -92,6 +94,18 @@ def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int, expert_ranks: i
     return Grid(mesh[data], mesh["tensor"] if tensor_ranks > 1 else None, experts)
 
 
+def check_splits(model: nn.Module, config: Config, grid: Grid | None) -> None:
+    """Raise ConfigError if the model can't be split as the config says. grid: of a mesh that the user passed."""
+    for key, ranks, check in (
+        ("tensor_parallel.autotp_size", config.tensor_parallel.ranks, _check_plan),
+        ("expert_parallel.autoep_size", config.expert_parallel.ranks, check_experts),
+    ):
+        if ranks > 1 and grid is not None:
+            raise ConfigError(f"{key}: leave it out with mesh=, which says what is split")
+        if ranks > 1:
+            check(model, ranks)
+
+
 def check_same_batches(model: nn.Module, tensor_ranks: int) -> None:
     """Make the first forward raise InfinityError, on all ranks, unless neighbours that split the model have the same inputs."""
 
@@ -124,7 +138,7 @@ _STYLES: Mapping[str, Any] = {
 """torch's way for each of transformers' names for whole modules."""
 
 
-def check_plan(model: nn.Module, ranks: int) -> None:
+def _check_plan(model: nn.Module, ranks: int) -> None:
     """Raise ConfigError if `split_by_plan` can't split a model over so many ranks."""
     _styles(model)
     config = getattr(model, "config", None)

@@ -16,6 +16,7 @@ from infinity.device import why_slow
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.optim.muon import MATRIX_MOMENTS
+from infinity.runtime.meshes import Grid
 from infinity.schedule.scheme import MOMENT_BYTES_OF, choose_update, state_bytes
 from infinity.schedule.spilling import gradient_itemsize
 from infinity.swap.options import MOMENT_DTYPES, PagingOptions
@@ -71,8 +72,7 @@ def resolve(
     moments: tuple[str, ...],
     matrices: frozenset[str] = frozenset(),
     trains: bool = True,
-    tensor_ranks: int = 1,
-    shard_ranks: int | None = None,
+    grid: Grid | None = None,
     device_type: str,
 ) -> Resolved:
     """Decide everything that follows from a config without "auto" values.
@@ -82,19 +82,22 @@ def resolve(
         numel: elements of the model.
         moments: names of the optimizer's state per element. matrices: names of the parameters that Muon updates.
         trains: True if the config or the caller names an optimizer.
+        grid: of a mesh that the user passed.
         device_type: type of the compute device, "cpu" or "cuda".
 
     Raises ConfigError for settings that exclude each other.
     """
     zero, infinity = config.zero_optimization, config.infinity
-    if shard_ranks is not None and zero.mics_shard_size not in (-1, shard_ranks):
+    if grid is not None and zero.mics_shard_size not in (-1, grid.shard_ranks):
         raise ConfigError(
-            f"zero_optimization.mics_shard_size: got {zero.mics_shard_size}, and mesh= shards over {shard_ranks} ranks: "
+            f"zero_optimization.mics_shard_size: got {zero.mics_shard_size}, and mesh= shards over {grid.shard_ranks} ranks: "
             "leave it out"
         )
+    tensor_ranks = config.tensor_parallel.ranks if grid is None else grid.tensor_ranks
     ranks //= tensor_ranks
-    if shard_ranks is None:
-        shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
+    shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
+    if grid is not None:
+        shard_ranks = grid.shard_ranks
     second_ranks = zero.zero_hpz_partition_size
     has_second_sharding = zero.stage >= 3 and 1 < second_ranks < shard_ranks
     if has_second_sharding and config.offloads:
@@ -131,7 +134,7 @@ def resolve(
         expert_ranks=config.expert_parallel.ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        paging=_paging_options(config, ranks, shard_ranks, tensor_ranks, numel, moments, matrices)
+        paging=_paging_options(config, ranks, shard_ranks * tensor_ranks, numel, moments, matrices)
         if config.offloads
         else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
@@ -183,8 +186,7 @@ def _compute_dtype(config: Config) -> torch.dtype:
 def _paging_options(
     config: Config,
     ranks: int,
-    shard_ranks: int,
-    tensor_ranks: int,
+    copy_ranks: int,
     numel: int,
     moments: tuple[str, ...],
     matrices: frozenset[str],
@@ -203,16 +205,14 @@ def _paging_options(
         accumulation=config.passes,
         loss_scaling=config.fp16.enabled,
         keep_grad=infinity.keep_grad,
-        collective=bool(matrices) and shard_ranks * tensor_ranks > 1,
+        collective=bool(matrices) and copy_ranks > 1,
     )
     return PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         max_in_cpu=zero.offload_param.max_in_cpu,
-        host_cache_bytes=max(
-            infinity.host_cache_bytes, int(cached_share * element_bytes * numel / (shard_ranks * tensor_ranks))
-        ),
+        host_cache_bytes=max(infinity.host_cache_bytes, int(cached_share * element_bytes * numel / copy_ranks)),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=update,
         speculative=speculative,
