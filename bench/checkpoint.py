@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from results import machine, save
@@ -85,16 +86,33 @@ def copying(source: Path, target: Path) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed(text: str, **defaults: Any) -> argparse.Namespace:
+    """Return the options, and make the folder."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder on the drive")
-    parser.add_argument("--params", type=parse_count, default=parse_count("200M"), help="model size (default: 200M)")
-    parser.add_argument("--pinned-bytes", type=parse_bytes, default=parse_bytes("512MiB"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--params", type=parse_count, help=f"model size (default: {defaults['params']})")
+    parser.add_argument("--pinned-bytes", type=parse_bytes)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--note", default="", help="stored with the numbers: what else the machine did")
-    parser.add_argument("--save", action="store_true", help="append the result to bench/results/checkpoint.jsonl")
+    parser.add_argument("--save", action="store_true", help="append the result to bench/results")
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     args.path.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def shown(numel: int, seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the spread of the seconds by name, printed as a table."""
+    print(f"{numel / 1e6:.0f} M parameters, seconds: {'':18} min   median      max")
+    spread = {}
+    for name, values in seconds.items():
+        spread[name] = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+        print(f"{name:>46} {min(values):7.3f} {statistics.median(values):8.3f} {max(values):8.3f}")
+    return spread
+
+
+def main() -> None:
+    args = parsed(__doc__, params="200M", pinned_bytes="512MiB", rounds=5)
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=args.path))
     seconds: dict[str, list[float]] = {}
     nbytes = {}
@@ -119,18 +137,13 @@ def main() -> None:
             numel = engine.numel
     finally:
         shutil.rmtree(folder)
-    print(f"{numel / 1e6:.0f} M parameters, seconds: {'':18} min   median      max")
-    spread = {}
-    for name, values in seconds.items():
-        spread[name] = {"min": min(values), "median": statistics.median(values), "max": max(values)}
-        print(f"{name:>46} {min(values):7.2f} {statistics.median(values):8.2f} {max(values):8.2f}")
     line = {
         "bench": "checkpoint",
         **machine(),
         "params": numel,
         "rounds": args.rounds,
         "nbytes": nbytes,
-        "seconds": spread,
+        "seconds": shown(numel, seconds),
     }
     line |= {"note": args.note} if args.note else {}
     if args.save:

@@ -10,22 +10,20 @@ read the weights (2 bytes). Prints a table and, last, one JSON line; --save appe
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import make, step
+from checkpoint import make, parsed, shown, step
 from results import machine, save
 
 import infinity
-from infinity.units import PAGE_BYTES, format_bytes, parse_bytes, parse_count
+from infinity.units import PAGE_BYTES, format_bytes
 
 STATE_BYTES, WEIGHT_BYTES = 14, 2
 """Per parameter: a compute parameter in bf16, and its master and two moments in fp32."""
@@ -49,15 +47,7 @@ def weights_of(engine: infinity.Engine) -> tuple[float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="folder on the drive")
-    parser.add_argument("--params", type=parse_count, default=parse_count("1B"), help="model size (default: 1B)")
-    parser.add_argument("--pinned-bytes", type=parse_bytes, default=parse_bytes("2GiB"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--note", default="", help="stored with the numbers: what else the machine did")
-    parser.add_argument("--save", action="store_true", help="append the result to bench/results/sleep.jsonl")
-    args = parser.parse_args()
-    args.path.mkdir(parents=True, exist_ok=True)
+    args = parsed(__doc__, params="1B", pinned_bytes="2GiB", rounds=3)
     folder = Path(tempfile.mkdtemp(prefix="bench-sleep-", dir=args.path))
     seconds: dict[str, list[float]] = {}
     nbytes: dict[str, dict[str, int]] = {}
@@ -91,11 +81,7 @@ def main() -> None:
             numel = engine.numel
     finally:
         shutil.rmtree(folder)
-    print(f"{numel / 1e6:.0f} M parameters, seconds: {'':18} min   median      max")
-    spread = {}
-    for name, values in seconds.items():
-        spread[name] = {"min": min(values), "median": statistics.median(values), "max": max(values)}
-        print(f"{name:>46} {min(values):7.3f} {statistics.median(values):8.3f} {max(values):8.3f}")
+    spread = shown(numel, seconds)
     for when, memories in nbytes.items():
         print(f"{when:>46} " + ", ".join(f"{kind} {format_bytes(value)}" for kind, value in memories.items()))
     line = {"bench": "sleep", **machine(), "params": numel, "pinned_bytes": args.pinned_bytes, "rounds": args.rounds}
