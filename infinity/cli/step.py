@@ -110,7 +110,7 @@ def _run_within(limit_bytes: int, plain: Connection) -> int:
     if status == -signal.SIGKILL:
         raise InfinityError(
             f"the kernel killed the training: it takes more than --memory-limit {format_bytes(limit_bytes)} "
-            f"({limit.in_words}): raise it, or lower --pinned-bytes-max, --batch-size or --params"
+            f"({limit.in_words}): raise it, or lower --pinned-bytes-max, --gradient-memory, --batch-size or --params"
         )
     return status if status >= 0 else 128 - status
 

@@ -49,7 +49,7 @@ def add_training(
     default = "all memory that is left, or 0 if that is faster or with --pinned-bytes-max" if cache is None else cache
     text = "part of the pinned memory that keeps compute parameters and optimizer state from step to step "
     add("--cache", type=size_or_none, default=cache, metavar="BYTES", help=f"{text}(default: {default})")
-    text = "host memory of a rank in which gradients wait for their update; the others wait on NVMe (default: all)"
+    text = "host memory of a rank in which gradients wait for their update; the others wait on NVMe (default: all that fit)"
     add("--gradient-memory", type=size_or_none, metavar="BYTES", help=text)
 
 

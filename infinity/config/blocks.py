@@ -370,7 +370,8 @@ class InfinityConfig(Block):
     most transfers; they take no space on the drive. Counted in `pinned_bytes_max`, and no more than they need."""
     gradient_bytes_max: rules.AutoBytes = "auto"
     """Host memory in which the reduced gradients of this process wait for their update; what doesn't fit waits on NVMe,
-    an even share of the groups. auto keeps all in host memory. With updates in the backward, the gradients of every
+    an even share of the groups. auto keeps all in host memory if they and `pinned_bytes_max` fit in half of this rank's
+    share of the available memory, else what fits there; with `keep_grad`, all. With updates in the backward, the gradients of every
     fourth group wait for the next forward, and with clipping, accumulation or fp16 those of all groups; with a bound,
     reached or not, no group is left to the forward. A gradient takes 4 bytes per parameter, or 2 if 16 bits hold all of
     it: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation."""

@@ -36,11 +36,11 @@ from infinity.fsdp2.running_statistics import keep_statistics_in_fp32
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import is_sharded, local_of
-from infinity.ranks.all_ranks import first_of_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
+from infinity.ranks.all_ranks import first_of_ranks, from_all_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
 from infinity.runtime.expert_parallel import own_experts
 from infinity.runtime.meshes import Grid, check_same_batches, make_grid, split_by_plan
 from infinity.runtime.resolved import Resolved, compute_device
-from infinity.schedule.scheme import late_update
+from infinity.schedule.scheme import APART, late_update
 from infinity.store.durable import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.options import second_slot_bytes
@@ -197,8 +197,11 @@ def _fit(
     swap: SwapManager,
     weights: str | os.PathLike[str] | None,
 ) -> tuple[Resolved, list[str]]:
-    """Raise as `SwapManager.page` if memory or space is too small. Speculative updates that the config does not ask for are
-    switched off instead, on all ranks if on one, if they lack space or effect. A collective."""
+    """Raise as `SwapManager.page` if memory or space is too small. Where the config says "auto", gradients for which memory
+    lacks wait on NVMe instead, and speculative updates that lack space or effect on one rank are switched off on all. A
+    collective."""
+    assert resolved.paging is not None
+    resolved, notes = _bound_gradients(model, resolved, swap)
     assert resolved.paging is not None
     check = partial(
         swap.check_fits,
@@ -210,7 +213,7 @@ def _fit(
         weights=weights,
     )
     unasked = resolved.config.infinity.update == "auto" and resolved.paging.speculative
-    why, notes = None, []
+    why = None
     with raise_on_all_ranks():
         try:
             has_effect = check(options=resolved.paging, unasked=unasked)
@@ -224,10 +227,30 @@ def _fit(
         late = late_update(resolved.paging.for_ranks(resolved.copy_ranks).updates_are_collective)
         paging = replace(resolved.paging, update=late, speculative=False)
         resolved = replace(resolved, paging=paging)
-        notes = [f'infinity.update "auto" is "{late}" here: {why}'] if why else []
+        notes += [f'infinity.update "auto" is "{late}" here: {why}'] if why else []
         with raise_on_all_ranks():
             check(options=paging)
     return resolved, notes
+
+
+def _bound_gradients(model: nn.Module, resolved: Resolved, swap: SwapManager) -> tuple[Resolved, list[str]]:
+    """Bound the memory of waiting gradients if the config leaves that open and they lack room. A collective."""
+    paging, own = resolved.paging, resolved.config.infinity
+    assert paging is not None
+    if own.gradient_bytes_max != "auto" or own.keep_grad or not resolved.config.uses_nvme:
+        return resolved, []
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    waiting = trained * paging.gradient_dtype.itemsize // resolved.copy_ranks
+    waiting //= 1 if paging.all_gradients_wait else APART
+    room = min(from_all_ranks(swap.room_for_gradients))
+    if waiting <= room:
+        return resolved, []
+    paging = replace(paging, gradient_bytes_max=int(room))
+    note = (
+        f"{format_bytes(waiting)} of gradients don't fit in half of the available memory with the pinned pool: those "
+        f"beyond {format_bytes(int(room))} wait on NVMe (infinity.gradient_bytes_max)"
+    )
+    return replace(resolved, paging=paging), [note]
 
 
 MeshOf = Callable[[nn.Module], DeviceMesh]

@@ -230,6 +230,11 @@ class SwapManager:
             self._buffers = reuse_buffers(groups, alone=alone)
         return paging
 
+    @property
+    def room_for_gradients(self) -> float:
+        """Memory (bytes) for gradients that wait, which leaves half of this rank's available memory to the model."""
+        return max(0, self._memory_bytes / 2 - (self._pinned_bytes or 0))
+
     def check_fits(
         self,
         model: nn.Module,

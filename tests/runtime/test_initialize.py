@@ -167,6 +167,42 @@ def test_auto_updates_ahead_of_a_step_that_clips_where_it_can_and_there_is_space
     assert [bool(re.search(told or "", line)) for line in lines] == [True] * (told is not None)
 
 
+@pytest.mark.parametrize(
+    ("memory_mib", "own", "clipping", "bound_mib"),
+    [
+        (1 << 10, {}, 1.0, None),
+        (34, {}, 1.0, 1),
+        (30, {}, 1.0, 0),
+        (34, {}, 0.0, None),
+        (30, {}, 0.0, 0),
+        (34, {"keep_grad": True}, 1.0, None),
+        (34, {"gradient_bytes_max": "2MiB"}, 1.0, 2),
+    ],
+    ids=str,
+)
+def test_gradients_beyond_half_of_the_memory_wait_on_the_drive(
+    nvme_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    memory_mib: int,
+    own: dict[str, Any],
+    clipping: float,
+    bound_mib: int | None,
+) -> None:
+    monkeypatch.setattr("infinity.swap.plan.available_bytes", lambda: memory_mib << 20)
+    settings = config(nvme_path, infinity=own, gradient_clipping=clipping)
+    with caplog.at_level("INFO", logger="infinity"), infinity.initialize(model=bare(), config=settings)[0] as engine:
+        assert engine.swap is not None
+        options = engine.swap.paging.options
+        assert options.gradient_bytes_max == (None if bound_mib is None else bound_mib << 20)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 512)).float().square().mean())
+            engine.step()
+        spilled = sum(sub.gradient_bytes for sub in engine.swap.paged.layout.sub_groups)
+    assert (spilled > 0) is (bound_mib in (0, 1) and clipping > 0)
+    assert ("wait on NVMe (infinity.gradient_bytes_max)" in caplog.text) is (bound_mib in (0, 1))
+
+
 def test_space_for_updates_ahead_that_were_asked_for_is_named(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "free_bytes", lambda path: 21 << 20)
     settings = config(nvme_path, infinity={"update": "backward"}, gradient_clipping=1.0)
