@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from infinity.device import ReusedMemory
+from infinity.device import HEAP, ReusedMemory
 from infinity.errors import InfinityError
 from infinity.fsdp2.private import (
     FSDPParam,
@@ -281,6 +281,8 @@ class GuardedGroup(FSDPParamGroup):
     def _to_sharded(self) -> None:
         self._note_writes()
         super()._to_sharded()  # type: ignore[no-untyped-call]
+        if self.device.type == "cpu":
+            HEAP.trim_if_grown()
 
     def _note_writes(self) -> None:
         if self.is_sharded:
