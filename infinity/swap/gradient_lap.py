@@ -73,6 +73,10 @@ class GradientLap:
         """Number of parameters per group that deliver a gradient to this lap."""
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         """Norms (0-D) of the gradients taken or applied in the backward since the last step, in order of arrival."""
+        self._without_norm: dict[nn.Parameter, None] = {}
+        """Parameters whose kept gradient has no norm yet."""
+        self.is_before_last = False
+        """True if another backward follows before the step: norms of its gradients will replace those of this one's."""
         self._arrivals: Counter[nn.Parameter] = Counter()
         """Number of gradients per parameter since the last step."""
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
@@ -96,7 +100,7 @@ class GradientLap:
         if not all(map(self._is_free, ours, ours.values())):
             return {}
         self.version += 1
-        added = self._paging.waiting_gradients.kept_shards
+        added = () if self._is_part(group, ours) else self._paging.waiting_gradients.kept_shards
         elements = {parameter: grads[parameter].view(-1) for parameter in ours}
         for parameter, shard in ours.items():
             if shard.index in added:
@@ -164,8 +168,9 @@ class GradientLap:
             shard.move_gradient_to(GradientState.TAKING)
         by_index = {shard.index: grad for shard, grad in zip(shards, grads.values(), strict=True)}
         sums = {self.shards[parameter].index for parameter in grads if self._arrivals[parameter] > 1}
-        self._paging.waiting_gradients.take(group, by_index, sums=sums)
-        self._note_norms_and_refuse(grads)
+        is_part = self._is_part(group, grads)
+        self._paging.waiting_gradients.take(group, by_index, sums=sums, in_place=is_part)
+        self._note_norms_and_refuse(grads, none=is_part)
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKEN)
 
@@ -174,6 +179,11 @@ class GradientLap:
         for group in list(self._arrived):
             if group.timing.gradients_wait:
                 self.take(group, self.pop_arrived(group))
+        for parameter in [*self._without_norm]:  # the backward that was to follow did not bring their gradients
+            shard = self.shards[parameter]
+            gradient = self._paging.waiting_gradients.whole(shard.group, shard.index)
+            (self.norms[parameter],) = _norms_of({parameter: gradient})
+        self._without_norm.clear()
         return self.norms
 
     def note_applied(self, grads: Gradients, inputs: Mapping[nn.Parameter, Any]) -> None:
@@ -269,6 +279,7 @@ class GradientLap:
         self._paging.paged.updates.speculation.discard_all()
         self._paging.waiting_gradients.forget({shard.index for shard in self.shards.values()})
         self.norms.clear()
+        self._without_norm.clear()
         self._due.clear()
         self._arrivals.clear()
         self._arrived.clear()
@@ -311,11 +322,20 @@ class GradientLap:
         self._stand_ins[parameter] = self._shown[parameter] = stand_in
         stand_in.show(parameter, taken)
 
-    def _note_norms_and_refuse(self, grads: Gradients) -> None:
-        """Record the norms of gradients, and show a stand-in for each in `.grad`."""
-        for parameter, norm in zip(grads, _norms_of(grads), strict=True):
+    def _is_part(self, group: PagedGroup, grads: Iterable[nn.Parameter]) -> bool:
+        """Return True if gradients that a later backward of this step adds to are summed without a norm of their own."""
+        return self.is_before_last and self._paging.waiting_gradients.sums_in_place(group) and all(map(is_alone, grads))
+
+    def _note_norms_and_refuse(self, grads: Gradients, *, none: bool = False) -> None:
+        """Record the norms of gradients (or that there are `none` yet), and show a stand-in for each in `.grad`."""
+        norms = {} if none else dict(zip(grads, _norms_of(grads), strict=True))
+        for parameter in grads:
             self._show(parameter, Taken.FOR_STEP)
-            self.norms[parameter] = norm
+            self._without_norm.pop(parameter, None)
+            if none:
+                self.norms.pop(parameter, None)
+                self._without_norm[parameter] = None
+        self.norms |= norms
 
     def _update_due(self, *, leave: int = 0) -> None:
         """Update the due groups except the last `leave`. After an exception, the remaining updates stay due."""

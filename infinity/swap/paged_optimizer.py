@@ -142,8 +142,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def expect(self, grad_scale: float | None) -> None:
         """Announce the step's last backward, and the factor of its gradients if none is clipped or overflows; None if
-        another backward follows before the step. Used if `PagingOptions.speculative`."""
+        another backward follows before the step."""
         self._speculation.expected_scale = grad_scale
+        self.lap.is_before_last = grad_scale is None
         self.lap.forget_due()
 
     @torch.no_grad()

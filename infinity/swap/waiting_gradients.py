@@ -12,15 +12,16 @@ bit.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
 from infinity.aio import Lease
 from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, ReusedMemory
+from infinity.optim.kernel import accumulate
 from infinity.store.layout import Piece
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
@@ -81,12 +82,23 @@ class WaitingGradients:
         """Return True if gradients of the group are kept here instead of by torch."""
         return group.timing.gradients_wait and (self.takes_all or group.index in self._spilling)
 
-    def take(self, group: PagedGroup, grads: Mapping[int, torch.Tensor], *, sums: Collection[int] = ()) -> None:
+    def sums_in_place(self, group: PagedGroup) -> bool:
+        """Return True if `take` can add to kept gradients of the group where they are."""
+        return self._host_gradients.are_in_place and group.index not in self._spilling
+
+    def take(
+        self,
+        group: PagedGroup,
+        grads: Mapping[int, torch.Tensor],
+        *,
+        sums: Collection[int] = (),
+        in_place: bool = False,
+    ) -> None:
         """Keep gradients of a group, by shard number (1-D, on any device; fp32, or 16 bits if these are exact).
 
-        If a shard has a kept gradient already (`kept_shards`), the new one is in fp32, gets that added in place, and
-        the sum is kept. `sums`: shards whose gradient is a sum already, which needs fp32. Raises IoError if a transfer
-        failed; the values are torn if a gradient was lost by it.
+        If a shard has a kept gradient already (`kept_shards`), the sum is kept, and the new one, in fp32, becomes the
+        sum; with `in_place` it stays as it is (`sums_in_place`). `sums`: shards whose gradient is a sum already, which
+        needs fp32. Raises IoError if a transfer failed; the values are torn if a gradient was lost by it.
         """
         for sub in group.members:
             pieces = [piece for piece in sub.layout.pieces if piece.shard in grads]
@@ -106,13 +118,18 @@ class WaitingGradients:
                     held = self._held[sub]
                     if adds:
                         held.wait()  # for the last micro-batch's gradients, not for any of this one
-                    held.copy_event = self._put(held.tensor, pieces, grads) or held.copy_event
+                    held.copy_event = self._put(held.tensor, pieces, grads, in_place=in_place) or held.copy_event
         self.kept_shards.update(grads)
 
     def held(self, sub: PagedSubGroup) -> torch.Tensor | None:
         """Return the waiting gradients of a sub-group (1-D, read-only); None if they are on NVMe."""
         held = self._held.get(sub)
         return held.tensor if held is not None else None
+
+    def whole(self, group: PagedGroup, shard: int) -> torch.Tensor:
+        """Return a copy (1-D) of a shard's gradient, all of which is in host memory."""
+        pieces = [(sub, piece) for sub in group.members for piece in sub.layout.pieces if piece.shard == shard]
+        return torch.cat([self._held[sub].wait()[at.offset : at.offset + at.numel] for sub, at in pieces])
 
     def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
         """Remove and return the kept gradients of a sub-group (1-D), for an update that settles them; None if it will
@@ -141,7 +158,12 @@ class WaitingGradients:
         return spilled * (micro_batches - 1), spilled * micro_batches
 
     def _put(
-        self, memory: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]
+        self,
+        memory: torch.Tensor,
+        pieces: Sequence[Piece],
+        grads: Mapping[int, torch.Tensor],
+        *,
+        in_place: bool = False,
     ) -> CopyEvent | None:
         """Start to copy gradients to `memory`, added to those already there. The event fires when all have arrived."""
         copy_event = None
@@ -153,6 +175,9 @@ class WaitingGradients:
             grad = grad[piece.start : piece.start + numel]
             place = memory[piece.offset : piece.offset + numel]
             if piece.shard in self.kept_shards:
+                if in_place:
+                    accumulate(place, grad)
+                    continue
                 grad.add_(self._host_gradients.to_device(place))
             copy_event = self._host_gradients.fetch(grad, place)
         return copy_event
@@ -233,6 +258,11 @@ class HostGradients:
         self._last: CopyEvent | None = None
         """The event of the last copy. All copies use one stream, so when it has ended, all have."""
 
+    @property
+    def are_in_place(self) -> bool:
+        """True if gradients are computed in host memory."""
+        return not self._device.is_discrete
+
     def start(self, gradients: Sequence[torch.Tensor]) -> list[HostGradient]:
         """Start to copy gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
 
@@ -240,7 +270,7 @@ class HostGradients:
         """
         if not self._device.is_discrete or not gradients:
             return [HostGradient(gradient) for gradient in gradients]
-        places = [*accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
+        places = [*itertools.accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
         buffer = self._host_memory.lend(places[-1], torch.uint8)
         copy_events: list[CopyEvent] = []
         lent = _Lent(buffer, copy_events)

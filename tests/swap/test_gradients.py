@@ -186,6 +186,25 @@ def test_micro_batches_of_which_each_leaves_something_out_are_summed(
         engine.close()
 
 
+@pytest.mark.parametrize("bound", ["auto", 0, 4096])
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_a_step_before_the_last_micro_batch_has_the_norm_of_its_sum(
+    bound: str | int, accumulation: int, nvme_path: Path
+) -> None:
+    engines = [made(None, accumulation), made(nvme_path, accumulation, gradient_bytes_max=bound)]
+    for engine in engines:
+        for step in range(3):
+            for number in range(1 + step):  # the backward expects more micro-batches than come
+                backward(engine, 10 * step + number)
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+    norms = [engine.get_global_grad_norm() for engine in engines]
+    assert norms[0] == norms[1] and norms[0] > 0.1
+    assert_same(engines)
+    for engine in engines:
+        engine.close()
+
+
 def test_what_is_forgotten_is_not_in_the_next_step(both: list[infinity.Engine]) -> None:
     for engine in both:
         backward(engine, 1)
