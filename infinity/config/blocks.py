@@ -369,12 +369,13 @@ class InfinityConfig(Block):
     """Pinned memory that keeps compute parameters (16-bit) and optimizer state from step to step: those that save the
     most transfers; they take no space on the drive. Counted in `pinned_bytes_max`, and no more than they need."""
     gradient_bytes_max: rules.AutoBytes = "auto"
-    """Host memory in which the reduced gradients of this process wait for their update; what doesn't fit waits on NVMe,
-    an even share of the groups. auto keeps all in host memory if they and `pinned_bytes_max` fit in half of this rank's
-    share of the available memory, else what fits there; with `keep_grad`, all. With updates in the backward, the gradients of every
-    fourth group wait for the next forward, and with clipping, accumulation or fp16 those of all groups; with a bound,
-    reached or not, no group is left to the forward. A gradient takes 4 bytes per parameter, or 2 if 16 bits hold all of
-    it: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation."""
+    """Host memory in which the reduced gradients of this process wait for their update; what doesn't fit waits on NVMe, an
+    even share of the groups. auto keeps all in host memory if they and `pinned_bytes_max` fit in half of this
+    rank's share of the available memory, else what fits there; with `keep_grad`, all. With updates in the backward,
+    the gradients of every fourth group wait for the next forward, and with clipping, accumulation or fp16 those of
+    all groups; with a bound, reached or not, no group is left to the forward. A gradient takes 4 bytes per
+    parameter, or 2 if 16 bits hold all of it: reduced in bf16, or computed in 16 bits and reduced over one process,
+    without accumulation."""
     keep_grad: rules.Flag = False
     """Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for code that reads or
     clips it. It then takes 4 bytes per parameter of host memory, and nothing is updated in the backward. Otherwise
@@ -424,15 +425,17 @@ class InfinityConfig(Block):
     space for the second slot or every group is partly in host memory or has its gradient on NVMe."""
     schedule: rules.Schedule = "auto"
     """Order in which the micro-batches of a step pass through the groups in `Engine.train_batch`: horizontal is one
-    micro-batch after the other; vertical is all of them through a group before the next, which reads every group twice
-    a step instead of twice a micro-batch, and holds the activations of all of them. The results are the same. auto is
-    vertical if the model is on NVMe and its micro-batches can take turns. With vertical, no loop over `backward` is
-    possible, and accumulation needs no memory for gradients that are neither clipped nor scaled."""
+    micro-batch after the other; vertical is all of them through a group before the next, which reads every group
+    twice a step instead of twice a micro-batch, and holds the activations of all of them. The results are the same.
+    auto is vertical if the model is on NVMe and its micro-batches can take turns. On one CPU rank a large model
+    first takes three horizontal steps and three with two micro-batches at once, and is horizontal from then on if
+    vertical would save less than 5 % of the time. With vertical, no loop over `backward` is possible, and
+    accumulation needs no memory for gradients that are neither clipped nor scaled."""
     micro_batches_at_once: rules.AutoPositive = "auto"
     """In the vertical schedule: how many micro-batches pass through a group before the next group; a divisor of
-    `gradient_accumulation_steps`. With fewer, fewer saved activations are alive, each round reads the groups once more,
-    and the sums of all gradients wait for the last round. auto is all; on one rank with schedule auto, as many as save
-    no more than is available, and than all states would take in memory. The results are the same."""
+    `gradient_accumulation_steps`. With fewer, fewer saved activations are alive, each round reads the groups once
+    more, and the sums of all gradients wait for the last round. auto is all; on one rank with schedule auto, as
+    many as save no more than is available, and as a step of plain PyTorch takes. The results are the same."""
     micro_batches: rules.Positive = 1
     """Parts into which the engine's forward splits the batch of a whole step, along dimension 0; they run in the
     vertical schedule. For loops and trainers that call the model once a step: `train_micro_batch_size_per_gpu` is that

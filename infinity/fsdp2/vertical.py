@@ -108,8 +108,8 @@ class Vertical:
         """Reason why those of the last step could not."""
         self._pass: _Pass | None = None
         """The current forward or backward, or one that an exception ended."""
-        self._has_fitted = False
-        """True after a forward of all micro-batches has ended."""
+        self._fitted = 0
+        """The most micro-batches whose forwards have ended together."""
         self.last: nn.Module | None = [*self.groups][-1] if self.groups else None
         """The group that is called last: see [Note: The last turn goes back at once]."""
         self.why_not_back: str | None = None
@@ -145,7 +145,7 @@ class Vertical:
         self.once_more, self.share_that_fits = False, None
         if self.why_not is not None:
             return False
-        memory = memory if not self._has_fitted else None
+        memory = memory if len(micro_batches) > self._fitted else None
         last = self.last if goes_back and self.why_not_back is None and len(micro_batches) > 1 else None
         self._pass = run = _Pass(self, random, state, memory, last, is_whole_step=is_whole_step)
         self.model.forward = run.forward
@@ -163,7 +163,7 @@ class Vertical:
             self._set_back(state)
             return False
         except CannotPause as reason:
-            if self._has_fitted and run.reductions_apart:  # the other ranks may not stop here
+            if self._fitted and run.reductions_apart:  # the other ranks may not stop here
                 raise InfinityError(
                     f"the micro-batches of this model can no longer take turns: {reason}; set infinity.schedule to "
                     '"horizontal"'
@@ -217,7 +217,7 @@ class Vertical:
         elif why_not_back is not None:
             self._repeat(state)
         else:
-            self._has_fitted, self.why_not_now = True, None
+            self._fitted, self.why_not_now = max(self._fitted, run.count), None
         return why is None and why_not_back is None
 
     def backward(self, losses: Iterator[torch.Tensor]) -> None:
@@ -649,8 +649,8 @@ class Memory:
         if self._turns:
             total, most = (taken - self._first[1]) * (groups - 1) // self._turns, min(self._first[0], self._bytes_max)
             if total > most:
-                limit = "available" if most == self._first[0] else "the memory that all model states would take"
-                words = f"saved activations would take {format_bytes(total)}; {format_bytes(most)} is {limit}"
+                limit = "{} is available" if most == self._first[0] else "plain PyTorch takes {} more than the rest"
+                words = f"saved activations would take {format_bytes(total)}, and {limit.format(format_bytes(most))}"
                 raise _TooMuch(words, most / total)
         self._turns += 1
 

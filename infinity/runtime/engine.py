@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -314,7 +315,7 @@ class Engine(DeepSpeedSurface):
                 "train_batch with a loss_fn takes gradient_accumulation_steps micro-batches: set that, and "
                 "infinity.micro_batches to 1"
             )
-        random, losses = streams(len(batches)), []
+        random, losses, began = streams(len(batches)), [], time.perf_counter()
 
         def divided(computed: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             for loss in computed:
@@ -342,6 +343,7 @@ class Engine(DeepSpeedSurface):
                     self._backward(1, divided([loss]), _backward_from)
                     del loss
             self.step()
+            self._micro_batches.end_step(time.perf_counter() - began)
         finally:
             self._progress.boundary = None
         return mean_over_ranks(losses)

@@ -21,6 +21,7 @@ from infinity.host_memory import available_bytes, taken_bytes
 from infinity.runtime.parts import Parts
 from infinity.runtime.pipeline import PipelineModule
 from infinity.runtime.resolved import compute_device
+from infinity.schedule.spilling import GRADIENT_BYTES
 
 log = logging.getLogger("infinity")
 
@@ -28,6 +29,10 @@ _SAVED_BYTES = 1 << 30
 """Saved activations (bytes) that never matter."""
 _PLAIN_STATE_BYTES = 16
 """Bytes of one element in plain PyTorch: master, gradient and two moments in fp32."""
+_STEPS_TO_TRY = 3
+"""The first records the order of a step, and the second fills the pool by it."""
+_LITTLE = 0.05
+"""Share of a step's time for which more memory is not taken."""
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
@@ -40,7 +45,11 @@ class MicroBatches:
         self._most_at_once: int | None = None
         """Number for which memory was found to suffice, if "auto" measured it."""
         self._gave_up_vertical = False
-        """True after "auto" found, and logged, that this model's micro-batches can't take turns."""
+        """True after "auto" found, and logged, that this model's micro-batches can't take turns, or need not."""
+        self._numel = sum(parameter.numel() for parameter in parts.module.parameters())
+        may_try = self._measures and compute_device().type == "cpu" and _PLAIN_STATE_BYTES * self._numel > _SAVED_BYTES
+        self._tried: list[float] | None = [] if may_try else None
+        """Seconds of the steps that "auto" has tried (see `end_step`); None if it tries none."""
 
     def loss_fn_or(self, loss_fn: LossFn | None) -> LossFn | None:
         """Return `loss_fn`, or else the model's."""
@@ -50,12 +59,56 @@ class MicroBatches:
     @property
     def at_once(self) -> int:
         """Number of micro-batches of this step that take turns; 1 if they run one after the other."""
+        if not self._may_take_turns:
+            return 1
+        most = self._most_at_once or self._asked
+        if self._decides_by_trying:
+            most = 1 if len(self._tried or ()) < _STEPS_TO_TRY else self._fewest_at_once
+        return next(k for k in range(most, 0, -1) if self._asked % k == 0)
+
+    @property
+    def _asked(self) -> int:
+        return self._parts.resolved.config.micro_batches_at_once
+
+    @property
+    def _may_take_turns(self) -> bool:
         resolved = self._parts.resolved
         schedule, may = resolved.config.infinity.schedule, resolved.paging is not None and not self._gave_up_vertical
-        if schedule == "vertical" or (schedule == "auto" and may):
-            asked = resolved.config.micro_batches_at_once
-            return next(k for k in range(self._most_at_once or asked, 0, -1) if asked % k == 0)
-        return 1
+        return schedule == "vertical" or (schedule == "auto" and may)
+
+    @property
+    def _decides_by_trying(self) -> bool:
+        return self._tried is not None and self._asked > 1 and self._parts.resolved.config.infinity.schedule == "auto"
+
+    @property
+    def _fewest_at_once(self) -> int:
+        return next(k for k in range(2, self._asked + 1) if self._asked % k == 0)
+
+    @property
+    def _measures(self) -> bool:
+        """True if "auto" decides by measurements, which on several ranks would differ."""
+        auto = self._parts.resolved.config.infinity.micro_batches_at_once == "auto"
+        return auto and self._parts.activations is None and dist.get_world_size() == 1
+
+    def end_step(self, seconds: float) -> None:
+        """End a step of `train_batch`. A few steps of a large model run first one micro-batch after the other, then two
+        at once. If all at once would, by these, be little faster, "auto" is "horizontal", which needs less memory."""
+        if self._tried is None or not (self._decides_by_trying and self._may_take_turns):
+            return
+        self._tried.append(seconds)
+        if len(self._tried) < 2 * _STEPS_TO_TRY:
+            return
+        one, few = self._tried[_STEPS_TO_TRY - 1], self._tried[-1]
+        saved = (one - few) * (1 - 1 / self._asked) / (1 - 1 / self._fewest_at_once)
+        self._tried = None
+        if saved < _LITTLE * one:
+            self._gave_up_vertical = True
+            log.info(
+                'infinity.schedule "auto" is "horizontal" here: it takes less memory, and all %d micro-batches at once '
+                "would save %.1f %% of a step's time",
+                self._asked,
+                max(0.0, 100 * saved / one),
+            )
 
     def losses_at_once(
         self,
@@ -74,8 +127,7 @@ class MicroBatches:
         goes_back: see `Vertical.forward`.
         """
         vertical, config = self._vertical, self._parts.resolved.config
-        is_only_rank = dist.get_world_size() == 1  # ranks would measure different amounts of memory
-        measures = is_only_rank and config.infinity.micro_batches_at_once == "auto" and self._parts.activations is None
+        measures = self._measures
         is_whole_step = config.infinity.micro_batches > 1 or len(calls) == config.batch.accumulation
 
         def loss_in_turn(micro_batch: int, turn: Turn) -> torch.Tensor:
@@ -91,7 +143,7 @@ class MicroBatches:
                     state,
                     is_whole_step=is_whole_step,
                     goes_back=goes_back,
-                    memory=Memory(_memory_now, max(_SAVED_BYTES, self._plain_state_bytes())) if measures else None,
+                    memory=Memory(_memory_now, self._saved_bytes_max()) if measures else None,
                 )
             if fits:
                 losses = vertical.losses(loss_in_turn)
@@ -119,8 +171,11 @@ class MicroBatches:
                 log.info('infinity.schedule "auto" is "horizontal" here: %s', why)
         return None
 
-    def _plain_state_bytes(self) -> int:
-        return _PLAIN_STATE_BYTES * sum(p.numel() for p in self._parts.module.parameters())
+    def _saved_bytes_max(self) -> int:
+        """Return the bytes of saved activations with which a step takes no more memory than plain PyTorch."""
+        swap = self._parts.swap
+        pinned_bytes = swap.stats().pinned_bytes if swap is not None else 0
+        return max(_SAVED_BYTES, (_PLAIN_STATE_BYTES - GRADIENT_BYTES) * self._numel - pinned_bytes)
 
     def _takes_fewer(self, count: int, of: int) -> bool:
         """Run fewer micro-batches at once from the next step on, as memory suffices for `count`. Returns False, with a log

@@ -36,7 +36,13 @@ from infinity.fsdp2.running_statistics import keep_statistics_in_fp32
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharded_tensor import name_parameters
 from infinity.fsdp2.sharding import is_sharded, local_of
-from infinity.ranks.all_ranks import first_of_ranks, from_all_ranks, from_first_rank, raise_on_all_ranks, take_from_first_rank
+from infinity.ranks.all_ranks import (
+    first_of_ranks,
+    from_all_ranks,
+    from_first_rank,
+    raise_on_all_ranks,
+    take_from_first_rank,
+)
 from infinity.runtime.expert_parallel import own_experts
 from infinity.runtime.meshes import Grid, check_same_batches, make_grid, split_by_plan
 from infinity.runtime.resolved import Resolved, compute_device

@@ -10,7 +10,7 @@ import itertools
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.fsdp2.vertical import Vertical
 from infinity.runtime import batch_parts
 from infinity.runtime import engine as engine_module
 from infinity.swap.health import Health
@@ -748,7 +749,7 @@ def test_micro_batches_that_would_not_fit_go_one_after_the_other(
     with caplog.at_level(logging.INFO, logger="infinity"):
         fallen_back = train(lambda: Model(layers=4), nvme_path)
     said = [record.getMessage() for record in caplog.records if 'is "horizontal" here' in record.getMessage()]
-    assert len(said) == 1 and "would take 1.17 GiB; 1000.00 MiB is available" in said[0]
+    assert len(said) == 1 and "would take 1.17 GiB, and 1000.00 MiB is available" in said[0]
     assert_same(train(lambda: Model(layers=4), nvme_path, schedule="horizontal"), fallen_back)
 
 
@@ -763,11 +764,11 @@ def test_as_many_are_at_once_as_take_no_more_than_plain_pytorch(
     for schedule, said in (
         (
             "auto",
-            "2 of 4 micro-batches at once: saved activations would take 1.76 GiB; 1.00 GiB is the memory",
+            "2 of 4 micro-batches at once: saved activations would take 1.76 GiB, and plain PyTorch takes 1.00 GiB more",
         ),
         (
             "vertical",
-            "4 micro-batches at once: saved activations would take 1.76 GiB; 1.00 GiB is the memory",
+            "4 micro-batches at once: saved activations would take 1.76 GiB, and plain PyTorch takes 1.00 GiB more",
         ),
     ):
         taken = itertools.chain([0, 600 << 20], itertools.repeat(0))
@@ -777,6 +778,28 @@ def test_as_many_are_at_once_as_take_no_more_than_plain_pytorch(
             trained = train(model, nvme_path, schedule=schedule, accumulation=4)
         assert len([record for record in caplog.records if said in record.getMessage()]) == 1
         assert_same(train(model, nvme_path, schedule="horizontal", accumulation=4), trained)
+
+
+@pytest.mark.parametrize("little", [-9.0, 9.0])
+def test_auto_is_horizontal_if_more_at_once_would_save_little(
+    little: float, nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.runtime.micro_batches._SAVED_BYTES", 0)  # no model is too small to try
+    monkeypatch.setattr("infinity.runtime.micro_batches._LITTLE", little)
+    monkeypatch.setattr("infinity.runtime.micro_batches.taken_bytes", lambda: 0)
+    at_once, forward = [], Vertical.forward
+
+    def noted(self: Vertical, calls: Sequence[Any], *args: Any, **others: Any) -> bool:
+        at_once.append(len(calls))
+        return forward(self, calls, *args, **others)
+
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        expected = train(Model, nvme_path, steps=8, accumulation=4, schedule="vertical")
+        monkeypatch.setattr(Vertical, "forward", noted)
+        trained = train(Model, nvme_path, steps=8, accumulation=4)
+    assert at_once == [2] * 6 + ([4] * 2 if little < 0 else [])
+    assert ("less memory" in caplog.text) is (little > 0)
+    assert_same(expected, trained)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 16])
