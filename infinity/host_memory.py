@@ -5,6 +5,7 @@ Read from /proc and /sys below `root`. Unknown values are None.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     return min([*rooms, *([machine] if machine is not None else [])], default=None)
 
 
-def taken_bytes(root: Path = _ROOT) -> int:
-    """Return the resident memory (bytes) of this process, without pages of files."""
-    sizes = _sizes(root / "proc/self/status")
-    return sizes.get("VmRSS", 0) - sizes.get("RssFile", 0)
+def taken_bytes() -> int:
+    """Return the resident memory (bytes) of this process, without pages of files and shared memory."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_bytes().split()
+    return mmap.PAGESIZE * (int(resident) - int(shared))
 
 
 def machine_memory(root: Path = _ROOT) -> dict[str, int]:
