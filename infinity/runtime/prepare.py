@@ -241,9 +241,9 @@ def _fit(
 
 def _bound_gradients(model: nn.Module, resolved: Resolved, swap: SwapManager) -> tuple[Resolved, list[str]]:
     """Bound the memory of waiting gradients if the config leaves that open and they lack room. A collective."""
-    paging, own = resolved.paging, resolved.config.infinity
+    paging, infinity = resolved.paging, resolved.config.infinity
     assert paging is not None
-    if own.gradient_bytes_max != "auto" or own.keep_grad or not resolved.config.uses_nvme:
+    if infinity.gradient_bytes_max != "auto" or infinity.keep_grad or not resolved.config.uses_nvme:
         return resolved, []
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     waiting = trained * paging.gradient_dtype.itemsize // resolved.copy_ranks
