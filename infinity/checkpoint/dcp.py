@@ -8,11 +8,13 @@ when complete; then `DIR/latest` names it. DCP reshards on load, so the number o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +36,11 @@ from infinity.fsdp2.materialize import named_full_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reset, reshard
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.files import open_regular, write_durably
 from infinity.swap.paged_tensor import PagedTensor
+
+_T = TypeVar("_T")
 
 
 def save(
@@ -47,20 +51,30 @@ def save(
     training_state: dict[str, Any],
     *,
     keep: int = 0,
+    pipe: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint; of those in `directory`, `keep` stay (0: all). A collective.
+    """Write a checkpoint; of those in `directory`, `keep` stay (0: all). `pipe`: the ranks with the stages of the model.
+    A collective.
 
     Raises CheckpointError on every rank if any rank's `training_state` can't be stored, training can't resume from the
     state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one is read back.
     """
     draft = Draft(directory, tag)
     state = _state_of(model, optimizer)
+    tensors = _with_stages(state, pipe)
+    manifests = _of_stages(manifest_of(model, training_state["global_steps"], tag, "dcp"), pipe)
+    manifest = replace(
+        manifests[0],
+        aliases={alias: name for one in manifests for alias, name in one.aliases.items()},
+        buffers=[name for one in manifests for name in one.buffers],
+        scalars=sorted(name for one in manifests for name in one.scalars),
+    )
     with raise_on_all_ranks():
         blob = encode(training_state)
         with refusing(draft.task):
             _check_resumable(state, optimizer)
         if dist.get_rank() == 0:
-            draft.make(sum(tensor.numel() * tensor.itemsize for tensor in _tensors(state).values()))
+            draft.make(sum(nbytes for _, nbytes in tensors.values()))
     try:
         files = Writer(draft.folder)
         failure = _failure_of(partial(dcp.save, state, storage_writer=files))
@@ -70,8 +84,7 @@ def save(
             with failing_as(draft.task):
                 write_durably(draft.folder / f"rank{dist.get_rank()}.pt", blob)
         written = {**files.written, f"rank{dist.get_rank()}.pt": stored_file(blob)}
-        manifest = manifest_of(model, training_state["global_steps"], tag, "dcp")
-        prove = partial(_check, draft.folder, state, everything=False)
+        prove = partial(_check, draft.folder, tensors, everything=False)
         draft.complete_on_all_ranks(manifest, written, prove, keep)
     finally:
         draft.discard()
@@ -84,11 +97,12 @@ def load(
     begin: Callable[[], None],
     *,
     verified: bool = True,
+    pipe: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the optimizer, whose state must exist. A collective.
 
     begin: called before the first value changes; failures before that change nothing. verified: first read every file,
-    each rank a part of them, and compare its hash with the manifest. Parsed files are always compared.
+    each rank a part of them, and compare its hash with the manifest. Parsed files are always compared. pipe: as for `save`.
 
     Returns this rank's training state (for a rank that did not exist then, rank 0's without its random states). Raises
     CheckpointError on every rank if the checkpoint is damaged (names a file) or another model's (names tensors).
@@ -96,7 +110,9 @@ def load(
     with raise_on_all_ranks():
         reset(model)  # gathered values would be stale afterwards
         state = _state_of(model, optimizer)
-        training_state = _check(path, state, everything=verified)
+    tensors = _with_stages(state, pipe)
+    with raise_on_all_ranks():
+        training_state = _check(path, tensors, everything=verified)
     begin()
     for moment in (value for values in optimizer.state.values() for value in values.values()):
         if isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor):
@@ -114,9 +130,11 @@ def load(
     return training_state
 
 
-def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
+def save_16bit(
+    directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype, pipe: dist.ProcessGroup | None = None
+) -> None:
     """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective. An
-    older model there stays until this one is complete; foreign files are not removed."""
+    older model there stays until this one is complete; foreign files are not removed. `pipe`: as for `save`."""
     root = Path(directory)
     reshard(model)
     scalars = scalar_names(model)
@@ -124,6 +142,9 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     tensors = {
         names[0]: (dtype, () if names[0] in scalars else tuple(p.shape)) for p, names in parameter_names(model).items()
     } | {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+    of_stages = _of_stages(tensors, pipe)
+    tensors = {name: described for of_stage in of_stages for name, described in of_stage.items()}
+    here = itertools.chain(named_full_tensors(model, dtype), ((name, buffer.cpu()) for name, buffer in buffers.items()))
     task = f"writing the model to {root}"
     files: ModelFiles | None = None
     failure: Exception | None = None
@@ -132,7 +153,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
             if dist.get_rank() == 0:
                 files = ModelFiles(root, tensors, bytes_max=model_files.SAFETENSORS_BYTES_MAX)
                 closing.callback(files.close)
-        for name, tensor in named_full_tensors(model, dtype):
+        for name, tensor in here if pipe is None else _from_stages(here, of_stages, pipe):
             if files is not None and failure is None:  # after a failure the others still need this rank to gather
                 try:
                     files.add(name, [tensor])
@@ -142,13 +163,46 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
             if failure is not None:
                 raise failure
             if files is not None:
-                for name, buffer in buffers.items():
-                    files.add(name, [buffer.cpu()])
                 files.finish()
+
+
+def _from_stages(
+    here: Iterator[tuple[str, torch.Tensor]],
+    of_stages: Sequence[Mapping[str, tuple[torch.dtype, tuple[int, ...]]]],
+    pipe: dist.ProcessGroup,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of all stages, on the CPU; those of this stage are `here`. A collective."""
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    for number, described in enumerate(of_stages):
+        for name, (dtype, shape) in described.items():
+            tensor = torch.empty(shape, dtype=dtype)
+            with raise_on_all_ranks():
+                if number == dist.get_rank(pipe):
+                    _, tensor = next(here)
+            sent = tensor.to(device).contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=pipe, group_src=number)
+            yield name, sent.cpu()
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _of_stages(here: _T, pipe: dist.ProcessGroup | None) -> list[_T]:
+    """Return the values of all stages. A collective of `pipe`; None if the model is whole."""
+    return [here] if pipe is None else from_all_ranks(here, pipe)
+
+
+def _with_stages(state: dict[str, Any], pipe: dist.ProcessGroup | None) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return shape and bytes of all stages' tensors by key. Name all stages' parameters in the groups of `state`, which rank
+    0 writes. A collective of `pipe`."""
+    groups = zip(*_of_stages(state["optimizer"]["param_groups"], pipe), strict=True)
+    state["optimizer"]["param_groups"] = [
+        {**g[0], "params": [name for one in g for name in one["params"]]} for g in groups
+    ]
+    tensors = {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
+    here = {key: (tuple(tensor.shape), tensor.numel() * tensor.itemsize) for key, tensor in tensors.items()}
+    return {key: described for of_stage in _of_stages(here, pipe) for key, described in of_stage.items()}
 
 
 def _failure_of(collective: Callable[[], object]) -> BaseException | str | None:
@@ -172,8 +226,8 @@ def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
         raise CheckpointError(f"{lacking} parameters of the optimizer are not in the model: resume from another")
 
 
-def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, Any]:
-    """Raise CheckpointError unless the checkpoint is whole and fits `state`. Returns the training state as `load`
+def _check(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], int]], *, everything: bool) -> dict[str, Any]:
+    """Raise CheckpointError unless the checkpoint is whole and has these tensors. Returns the training state as `load`
     does."""
     file = path / f"rank{dist.get_rank()}.pt"
     is_own = file.is_file()
@@ -194,12 +248,8 @@ def _check(path: Path, state: dict[str, Any], *, everything: bool) -> dict[str, 
         stored = {key: tuple(tensor.size) for key, tensor in Reader(path).tensors().items()}
     except CheckpointError as error:
         raise CheckpointError(f"{error}: {others(path.parent, but=path.name)}") from None
-    check_same_model(path, {key: tuple(tensor.shape) for key, tensor in _tensors(state).items()}, stored)
+    check_same_model(path, {key: shape for key, (shape, _) in tensors.items()}, stored)
     return {key: value for key, value in training_state.items() if is_own or key not in RANDOM_STATES}
-
-
-def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
 
 
 def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError
 from infinity.fsdp2.materialize import full_tensor, load_full
+from infinity.fsdp2.placements import ranks_alike
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 
@@ -103,7 +104,7 @@ class GatheredParameters:
 
     Args:
         params: a parameter or several.
-        modifier_rank: rank whose changes are kept.
+        modifier_rank: rank whose changes are kept; for parameters of a stage, one of its ranks.
         fwd_module: accepted for compatibility; not needed.
         enabled: False makes the context do nothing.
 
@@ -151,9 +152,11 @@ class GatheredParameters:
             module._parameters[name] = p
         self._places.clear()
         if self._modifier_rank is not None and kind is None:
+            meshes = {p.data.device_mesh for p in self._whole if isinstance(p.data, DTensor)}
+            group = next(map(ranks_alike, meshes), None)
             for whole in self._whole.values():
-                dist.broadcast(whole.data, self._modifier_rank)
-            with raise_on_all_ranks():  # writes to the arena
+                dist.broadcast(whole.data, self._modifier_rank, group)
+            with raise_on_all_ranks(group):  # writes to the arena
                 for p, whole in self._whole.items():
                     load_full(p, whole.data)
         self._whole.clear()

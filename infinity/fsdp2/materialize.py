@@ -26,7 +26,7 @@ from infinity.errors import CheckpointError, parsing
 from infinity.fsdp2.adapters import is_copy, names_in_files
 from infinity.fsdp2.experts import parts_in_files, place_in_stack, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
-from infinity.fsdp2.placements import as_sharded, has_whole_rows, place_in_whole
+from infinity.fsdp2.placements import as_sharded, has_whole_rows, place_in_whole, ranks_alike
 from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import local_of
 from infinity.ranks.all_ranks import raise_on_all_ranks
@@ -229,7 +229,8 @@ def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return data.to(dtype).clone()
     if not data.numel():  # FSDP2's shard has no rows then, and torch can't gather it
         return torch.empty(data.shape, dtype=dtype, device=data.device)
-    with raise_on_all_ranks():  # reads the arena: a rank that fails must not leave the others waiting in the gather
+    # reads the arena: a rank that fails must not leave the others waiting in the gather
+    with raise_on_all_ranks(ranks_alike(data.device_mesh)):
         local = data._local_tensor.to(dtype).clone()
     return gathered(local, data)
 

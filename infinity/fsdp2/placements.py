@@ -12,10 +12,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+STAGE = "stage"
+"""Name of the only dimension of the mesh over which FSDP2 shards a stage of a pipeline."""
+
+
+def ranks_alike(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the ranks that have the same parameters, sharded over `mesh`: those of a stage; None for all ranks."""
+    return mesh.get_group() if mesh.mesh_dim_names == (STAGE,) else None
 
 
 def shard_ranks(sharded: DTensor) -> tuple[int, int]:

@@ -22,10 +22,11 @@ def from_all_ranks(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
     return values
 
 
-def from_first_rank(value: _T) -> _T:
+def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:
+    """Return the value passed by the first rank of `group` (None: all ranks). A collective."""
     values = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(values)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 

@@ -87,9 +87,13 @@ class _Pass:
 
 class Peers:
     """This rank among the ranks that train one model. Construction is a collective. groups: the process groups whose
-    operations passes run; the group of all ranks first. gathering: the ranks that gather parameters together."""
+    operations passes run; the group of all ranks first. gathering: the ranks that gather parameters together.
+    are_stages: True if others have other parameters, so that they begin other operations within their groups."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], gathering: Iterable[int]) -> None:
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], gathering: Iterable[int], *, are_stages: bool = False
+    ) -> None:
+        self._are_stages = are_stages
         self._groups = groups
         self._others = [rank for rank in gathering if rank != dist.get_rank()]
         self._alone = dist.get_world_size() == 1
@@ -250,7 +254,15 @@ class Peers:
         if stored is None:
             return False
         others = [_Report(*json.loads(other)) for other in stored]
-        return all(other.operations == report.operations and other.standing == report.standing for other in others)
+
+        def operations(of: _Report, other: _Report) -> list[int]:
+            apart = self._are_stages and other.rank not in (dist.get_rank(), *self._others)
+            return of.operations[:1] if apart else of.operations
+
+        return all(
+            operations(other, other) == operations(report, other) and other.standing == report.standing
+            for other in others
+        )
 
     def _exchange(self, about: str, value: str) -> list[bytes] | None:
         """Return the values that all ranks give for `about`, by rank; None if some do not come in time."""

@@ -19,6 +19,7 @@ from infinity.checkpoint.stored_arena import is_arena_checkpoint
 from infinity.errors import CheckpointError, ConfigError
 from infinity.fsdp2.materialize import gathered, named_full_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names, parameters_by_name
+from infinity.fsdp2.placements import ranks_alike
 from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
@@ -54,8 +55,11 @@ class Checkpoints:
                 'checkpoints of format "arena" copy what is offloaded, and nothing of this training is: use "dcp", or set '
                 'offload_param or offload_optimizer to {"device": "nvme", ...}'
             )
-        if swap is not None and max(parts.resolved.tensor_ranks, parts.resolved.expert_ranks) > 1:
-            raise ConfigError('checkpoints of format "arena" hold whole parameters, which are split here: use "dcp"')
+        resolved = parts.resolved
+        if swap is not None and max(resolved.stages, resolved.tensor_ranks, resolved.expert_ranks) > 1:
+            raise ConfigError(
+                'checkpoints of format "arena" hold a model of whole parameters, and this one is split: use "dcp"'
+            )
         if swap is not None and swap.paged.foreign_names:
             raise ConfigError(
                 'checkpoints of format "arena" hold all of the model, and frozen weights stay in files of yours: set '
@@ -73,7 +77,7 @@ class Checkpoints:
             self.saving = arena.start(save_dir, tag, parts.module, swap, unpaged_state, keep=keep)
         else:
             training_state = self._state.capture_training(client_state)
-            dcp.save(save_dir, tag, parts.module, parts.optimizer, training_state, keep=keep)
+            dcp.save(save_dir, tag, parts.module, parts.optimizer, training_state, keep=keep, pipe=parts.grid.pipe)
 
     def finish(self) -> None:
         saving, self.saving = self.saving, None
@@ -102,6 +106,8 @@ class Checkpoints:
                 log.warning("%s holds no checkpoint (no file named 'latest'): nothing is loaded", load_dir)
             return None, {}
         path = find(load_dir, tag)
+        if parts.grid.pipe is not None and is_arena_checkpoint(path):
+            raise ConfigError(f'{path} has the format "arena", for a whole model: save with "dcp" to load it in stages')
         parts.commits.try_to_make()  # keeps the last step if loading fails
         parts.updater.init_state()
         self._guard.discard_step()
@@ -110,7 +116,7 @@ class Checkpoints:
             stored = arena.load(path, parts.module, parts.optimizer, parts.swap, begin, verified=verify)
             self._state.restore_unpaged(stored)
         else:
-            stored = dcp.load(path, parts.module, parts.optimizer, begin, verified=verify)
+            stored = dcp.load(path, parts.module, parts.optimizer, begin, verified=verify, pipe=parts.grid.pipe)
         self._state.restore_training(stored, schedule=schedule)
         parts.health.mend()
         return str(path), stored["client_state"]
@@ -119,7 +125,7 @@ class Checkpoints:
 
     def save_16bit(self, save_dir: str | os.PathLike[str]) -> None:
         with self._guard.reading():
-            dcp.save_16bit(save_dir, self._parts.module, self._parts.resolved.compute_dtype)
+            dcp.save_16bit(save_dir, self._parts.module, self._parts.resolved.compute_dtype, self._parts.grid.pipe)
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         module, swap = self._parts.module, self._parts.swap
@@ -131,7 +137,7 @@ class Checkpoints:
             swap.paging.finish_updates()
             parameters, scalars = parameters_by_name(module), scalar_names(module)
             for number in range(len(swap.paged.groups)):
-                with raise_on_all_ranks():
+                with raise_on_all_ranks(ranks_alike(self._parts.grid.data)):
                     shards = swap.paging.read_group(number)
                 for name in [*shards]:
                     whole = gathered(shards.pop(name), parameters[name].data)
@@ -141,6 +147,10 @@ class Checkpoints:
 
     def consolidated_16bit(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """Return the whole model in the compute dtype, in host memory of rank 0; None on other ranks."""
+        if self._parts.grid.pipe is not None:
+            raise ConfigError(
+                "the model is in stages, of which rank 0 has the first: use save_16bit_model, which writes all"
+            )
         module, is_first = self._parts.module, dist.get_rank() == 0
         with self._guard.reading():
             reshard(module)

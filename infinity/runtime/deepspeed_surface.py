@@ -30,6 +30,7 @@ from infinity.runtime.observe import EngineStats, StepMeter, StepProgress
 from infinity.runtime.parts import Parts
 from infinity.runtime.pass_guard import PassGuard
 from infinity.runtime.resolved import compute_device
+from infinity.runtime.stages import check_micro_batches
 from infinity.swap import SwapManager, SwapStats, TraceSummary
 from infinity.swap.gradient_lap import RefusingGradient
 from infinity.swap.timeline import Timeline
@@ -184,8 +185,10 @@ class DeepSpeedSurface:
             raise InfinityError(
                 "the batch sizes of a step that has begun can't change: call step() or zero_grad() first"
             )
-        shares = self.world_size // self._parts.resolved.tensor_ranks
+        resolved = self._parts.resolved
+        shares = self.world_size // (resolved.stages * resolved.tensor_ranks)
         config = self.config.model_copy(update=sizes).resolve(world_size=shares * self.config.tensor_parallel.ranks)
+        check_micro_batches(config, resolved.stages)
         self._check_accumulates(config.batch.accumulation > 1)
         self.config, self._parts.resolved = config, replace(self._parts.resolved, config=config)
         self._progress.accumulate(config.batch.accumulation)
@@ -212,7 +215,8 @@ class DeepSpeedSurface:
         order if `route` is "train", else in the dataset's."""
         if data_sampler is None and hasattr(dataset, "__getitem__"):
             same = self._parts.resolved.tensor_ranks  # neighbours that get the same share
-            shares, share = self.world_size // same, dist.get_rank() // same
+            ranks = self.world_size // self._parts.resolved.stages  # each stage gets all shares
+            shares, share = ranks // same, dist.get_rank() % ranks // same
             data_sampler = DistributedSampler(dataset, shares, share, shuffle=route == "train")
         return DataLoader(
             dataset,

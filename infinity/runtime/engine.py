@@ -25,7 +25,7 @@ from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.running_statistics import mixtures_explained
 from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reshard, sharded_of
 from infinity.fsdp2.vertical import MicroBatch
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.runtime.batch_parts import rows_of, split_alike, with_loss
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.deepspeed_surface import DeepSpeedSurface
@@ -46,6 +46,7 @@ from infinity.runtime.monitors import Monitors
 from infinity.runtime.observe import EngineStats, StepMeter, StepProgress, WallClock
 from infinity.runtime.parts import Parts
 from infinity.runtime.pass_guard import Pass, PassGuard
+from infinity.runtime.stages import Stages
 from infinity.swap.health import Health
 from infinity.swap.timeline import measured
 
@@ -80,6 +81,8 @@ class Engine(DeepSpeedSurface):
         step has them as they are when `step` returns, and a resume restores them."""
         self.numel = sum(p.numel() for p in module.parameters())
         """Parameters of the whole model."""
+        if parts.grid.pipe is not None:
+            self.numel = sum(from_all_ranks(self.numel, parts.grid.pipe))
         self.shard_numel = sum(local_of(p.data).numel() for p in module.parameters())
         """Parameters in this rank's shards."""
         self.step_stats: EngineStats | None = None
@@ -107,6 +110,9 @@ class Engine(DeepSpeedSurface):
         self._state = EngineState(parts, self._loss_scale, hyperparameters, self._progress)
         self._checkpoints = Checkpoints(parts, self._state, self._guard)
         self._meter = StepMeter(self._storage.stats)
+        self._stages: Stages | None = None
+        if parts.grid.pipe is not None:
+            self._stages = Stages(parts, self.forward_pass, self._backward_in_stage, self._scaled)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
         _engines.add(self)
 
@@ -120,7 +126,10 @@ class Engine(DeepSpeedSurface):
 
         With `infinity.micro_batches`, a forward with gradients splits its batch along dimension 0, and runs the parts in the
         vertical schedule. It returns an output of the model's type that has the loss of the whole batch, and nothing else.
+
+        Raises InfinityError for a stage of a PipelineModule, as `backward` and `step` do.
         """
+        self._check_whole_model()
         if self.splits:
             with self._in_pass("a forward"):
                 calls = split_alike(args, kwargs, self.config.infinity.micro_batches)
@@ -205,6 +214,7 @@ class Engine(DeepSpeedSurface):
         times as large until `step`. Raises ConfigError if a parameter was unfrozen after `initialize`, which would not train
         it, or if `infinity.schedule` is "vertical", which requires `train_batch`.
         """
+        self._check_whole_model()
         if self.config.passes < self.gradient_accumulation_steps():
             raise ConfigError(
                 'infinity.schedule "vertical" runs all micro-batches of a step at once: call engine.train_batch(data_iter), or '
@@ -278,6 +288,21 @@ class Engine(DeepSpeedSurface):
                         'infinity.pinned_bytes_max and infinity.update "step"); else leave second derivatives out'
                     ) from error
 
+    @contextlib.contextmanager
+    def _backward_in_stage(self, last: bool) -> Iterator[None]:
+        """Run the block as the backward of one micro-batch of a stage, the `last` one of a step or not."""
+        self._progress.boundary = last
+        with self._in_backward(1):
+            yield
+            self._progress.end_backward((), 1)
+
+    def _check_whole_model(self) -> None:
+        if self._stages is not None:
+            raise InfinityError(
+                "the model is a stage of a PipelineModule, which can't make a pass without the other stages: call "
+                "engine.train_batch(data_iter) for whole steps, and engine.eval_batch(data_iter)"
+            )
+
     def _check_trains(self) -> None:
         if not self._parts.resolved.trains:
             raise ConfigError(
@@ -299,6 +324,8 @@ class Engine(DeepSpeedSurface):
         micro-batch has its own random stream, seeded from the CPU's generator: dropout differs from that of a loop over
         forward and backward.
 
+        With stages of a PipelineModule, all stages take the same micro-batches, of one shape, in torch's 1F1B schedule.
+
         Returns the mean loss (0-D, fp32) over the micro-batches and ranks. Raises StopIteration at the end of the data, before
         anything changes; InfinityError in the middle of a step; ConfigError if `infinity.schedule` is "vertical" and the
         model's micro-batches can't take turns.
@@ -315,6 +342,8 @@ class Engine(DeepSpeedSurface):
                 "train_batch with a loss_fn takes gradient_accumulation_steps micro-batches: set that, and "
                 "infinity.micro_batches to 1"
             )
+        if self._stages is not None:
+            return self._train_in_stages(self._stages, batches, loss_fn)
         random, losses, began = streams(len(batches)), [], time.perf_counter()
 
         def divided(computed: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -348,6 +377,17 @@ class Engine(DeepSpeedSurface):
             self._progress.boundary = None
         return mean_over_ranks(losses)
 
+    def _train_in_stages(self, stages: Stages, batches: Sequence[Any], loss_fn: LossFn | None) -> torch.Tensor:
+        self._check_trains()
+        with self._in_pass("a train_batch"):
+            try:
+                losses = stages.losses(batches, loss_fn)
+                self._progress.end_backward([loss / len(losses) for loss in losses], 0)
+                self._step()
+            finally:
+                self._progress.boundary = None
+        return mean_over_ranks(losses, self._parts.grid.data.get_group())
+
     def eval_batch(self, data_iter: Iterator[Any], *, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Return the mean loss (0-D, fp32) of as many micro-batches as `train_batch` takes, without gradients and in
         evaluation mode."""
@@ -357,6 +397,10 @@ class Engine(DeepSpeedSurface):
         self.module.eval()
         try:
             with torch.no_grad():
+                if self._stages is not None:
+                    with self._in_pass("an eval_batch"):
+                        losses = self._stages.losses(batches, loss_fn)
+                    return mean_over_ranks(losses, self._parts.grid.data.get_group())
                 losses = [loss_of_call(self.forward, batch, loss_fn) for batch in batches]
         finally:
             self.module.train(trains)
@@ -369,6 +413,10 @@ class Engine(DeepSpeedSurface):
         says so, `skipped_steps` counts it, and `optimizer.overflow` is True until the next step. A ReduceLROnPlateau is not
         stepped: call `lr_scheduler.step(metric)` yourself, before the next backward.
         """
+        self._check_whole_model()
+        self._step()
+
+    def _step(self) -> None:
         with self._in_pass("a step"), self._timing("step"):
             self._check_trains()
             if not self.is_gradient_accumulation_boundary():
@@ -385,7 +433,7 @@ class Engine(DeepSpeedSurface):
                 )  # groups that an evaluation left gathered would become stale, and hide the gradients
                 with measured(self.timeline, "gradients", "norm of the gradients"):
                     self._grad_norm, factor = gradient_factor(
-                        scaled_norm(self.module.parameters(), self._updater.take_gradients()),
+                        scaled_norm(self.module.parameters(), self._updater.take_gradients(), self._parts.grid.pipe),
                         loss_scale=self.cur_scale,
                         clipping=self.gradient_clipping(),
                         may_overflow=self._loss_scale.may_overflow,

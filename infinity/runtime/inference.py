@@ -29,6 +29,7 @@ from infinity.runtime.console import show_log
 from infinity.runtime.meshes import check_splits, given_grid
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
 from infinity.runtime.resolved import compute_device, resolve
+from infinity.runtime.stages import stages_of
 from infinity.swap import SwapManager
 
 log = logging.getLogger("infinity")
@@ -121,6 +122,8 @@ def init_inference(
             )
             check_supported(model, None, weights)
             given_grid(model, None)
+            if stages_of(model) > 1:
+                raise ConfigError("init_inference runs a whole model: build the PipelineModule with num_stages=1")
             check_splits(model, settled, None)
             resolved = resolve(
                 settled,

@@ -21,6 +21,7 @@ from infinity.config.optimizers import MuonConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn
 from infinity.fsdp2.gathered import with_memory
+from infinity.fsdp2.placements import ranks_alike
 from infinity.fsdp2.routes import Routes
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.optim.hosted import Stepper
@@ -41,9 +42,10 @@ from infinity.runtime.optimizers import (
     trained_names,
 )
 from infinity.runtime.parts import Parts
-from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, shard_and_page
+from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, grid_of, shard_and_page
 from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
+from infinity.runtime.stages import check_groups, check_stages, stages_of
 
 log = logging.getLogger("infinity")
 
@@ -118,8 +120,11 @@ def initialize(
         with raise_on_all_ranks():
             check_supported(model, init_fn, weights)
             grid = given_grid(model, mesh)
-            asked = _understand(source, model, optimizer, model_parameters, grid, auto or {})
-        check_alike(model, weights)
+            asked = _understand(source, model, optimizer, model_parameters, grid, weights, auto or {})
+        grid = grid or grid_of(asked.resolved)
+        check_alike(model, weights, ranks_alike(grid.data))
+        if grid.pipe is not None:
+            check_groups(len(asked.groups), grid.pipe)
         if dist.get_rank() == 0:
             report_config(asked.config)
         run = open_run(asked.config.nvme_paths, asked.resolved.run_name, resume=resume)
@@ -127,9 +132,9 @@ def initialize(
             undo.callback(run.give_up)
         stays = weights if asked.config.infinity.checkpoint_format != "arena" else None  # an arena has the whole model
         resolved, swap, live, activations = shard_and_page(model, asked.resolved, run, stays, undo, grid)
-        peers, routes = _make_peers(model, resolved.copy_ranks)
+        peers, routes = _make_peers(model, resolved.copy_ranks, grid)
         undo.callback(peers.close)
-        with drawing_alike(), raise_on_all_ranks():
+        with drawing_alike(dist.get_rank(grid.pipe) if grid.pipe is not None else 0), raise_on_all_ranks():
             unpaged_state = None
             if run is not None and run.resumed is not None:
                 unpaged_state = unpaged_state_of(run.resumed)
@@ -149,6 +154,7 @@ def initialize(
             activations=activations,
             routes=routes,
             peers=peers,
+            grid=grid,
         )
         engine = Engine(parts, close_group)
         save_as_pretrained(engine)
@@ -179,14 +185,22 @@ class _Asked(NamedTuple):
 
 
 def _understand(
-    source: Any, model: nn.Module, optimizer: Any, parameters: Any, grid: Grid | None, auto: Mapping[str, Any]
+    source: Any,
+    model: nn.Module,
+    optimizer: Any,
+    parameters: Any,
+    grid: Grid | None,
+    weights: object,
+    auto: Mapping[str, Any],
 ) -> _Asked:
     """Read the arguments before anything is changed. Raises ConfigError for contradictions."""
     described = getattr(model, "config", None)  # that of Hugging Face's models
     sizes = (getattr(described, name, None) for name in ("hidden_size", "n_embd", "d_model"))
     hidden_size = next((size for size in sizes if isinstance(size, int)), None)
-    ranks = dist.get_world_size() if grid is None else grid.data.size()
+    stages = stages_of(model)
+    ranks = dist.get_world_size() // stages if grid is None else grid.data.size()
     config = load_config(source).resolve(world_size=ranks, hidden_size=hidden_size, **auto)
+    check_stages(model, config, mesh=grid, weights=weights)
     check_splits(model, config, grid)
     check_monitors(config)
     stepper = early = None
@@ -203,12 +217,13 @@ def _understand(
         groups = split_for_muon(groups, model, config.optimizer, fused=config.infinity.fused)
     resolved = resolve(
         config,
-        ranks=dist.get_world_size(),
+        ranks=dist.get_world_size() // stages,
         numel=sum(p.numel() for p in model.parameters()),
         moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
         matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
         trains=optimizer is not None or config.optimizer is not None,
         grid=grid,
+        stages=stages,
         device_type=compute_device().type,
     )
     return _Asked(config, optimizer, groups, stepper, resolved)
@@ -222,16 +237,17 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _make_peers(model: nn.Module, copy_ranks: int) -> tuple[Peers, Routes | None]:
+def _make_peers(model: nn.Module, copy_ranks: int, grid: Grid) -> tuple[Peers, Routes | None]:
     """Return the other ranks of a sharded model, and the checker of their common path through it; None if each rank gathers
     alone."""
     assert dist.group.WORLD is not None
     meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    all_groups = (dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups()))
+    of_meshes = (group for mesh in meshes for group in mesh.get_all_groups())
+    all_groups = (dist.group.WORLD, *of_meshes, *([grid.pipe] if grid.pipe is not None else []))
     groups = {group.group_name: group for group in all_groups}
     first = dist.get_rank() // copy_ranks * copy_ranks
     gathering = range(first, first + copy_ranks)
-    peers = Peers([*groups.values()], gathering)
+    peers = Peers([*groups.values()], gathering, are_stages=grid.pipe is not None)
     if copy_ranks == 1:
         return peers, None
     return peers, Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -120,10 +121,15 @@ Scalar = float | torch.Tensor
 """A number, or a tensor (0-D, fp32) on the device whose value the host does not know yet."""
 
 
-def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+def scaled_norm(
+    parameters: Iterable[nn.Parameter],
+    taken: Mapping[nn.Parameter, torch.Tensor],
+    pipe: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """Return the norm (0-D) of the whole gradient over all ranks, still multiplied by the loss scale.
 
-    taken: norms (0-D) of gradients that have left `.grad`. Raises InfinityError if there is no gradient at all.
+    taken: norms (0-D) of gradients that have left `.grad`. pipe: the ranks with the other stages of the model. Raises
+    InfinityError if there is no gradient at all.
     """
     norms: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -138,6 +144,10 @@ def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter,
     # As torch.nn.utils.get_total_norm computes it, which takes the gradients of one mesh.
     of_meshes = [torch.linalg.vector_norm(torch.stack(of_mesh), 2.0) for of_mesh in norms.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in of_meshes]
+    if pipe is not None:
+        here = torch.linalg.vector_norm(torch.stack(whole), 2.0)
+        whole = [torch.empty_like(here) for _ in range(dist.get_world_size(pipe))]
+        dist.all_gather(whole, here, group=pipe)
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), 2.0)
 
 

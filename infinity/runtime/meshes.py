@@ -1,4 +1,5 @@
-"""The dimensions over which ranks share a model: those of FSDP2, and inside of them that of tensor parallelism.
+"""The dimensions over which ranks share a model: stages of a pipeline, inside of them those of FSDP2, then that of tensor
+parallelism.
 
 Ranks that share a tensor dimension get the same batch, and are neighbours. Parameters are split over it before
 `fully_shard`, by the user or by the model's own plan: [Note: Parts and shards] in infinity/fsdp2/placements.py.
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.names import parameter_names
+from infinity.fsdp2.placements import STAGE
 from infinity.ranks.all_ranks import from_all_ranks
 from infinity.runtime.expert_parallel import check_experts
 
@@ -39,11 +41,12 @@ _BY_HAND = "split the model by torch's parallelize_module and pass mesh= to init
 class Grid:
     """The ranks by dimension. data: for `fully_shard`: shards, or replicas and shards. tensor: for `split_by_plan`; None if
     nothing is to be split. experts: the same ranks for experts, (owners of the same ones, those that share a block); None if
-    each rank computes with all."""
+    each rank computes with all. pipe: this rank and those of other stages that get the same batches; None without stages."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+    pipe: dist.ProcessGroup | None = None
 
     @property
     def shard_ranks(self) -> int:
@@ -81,8 +84,11 @@ def given_grid(model: nn.Module, mesh: DeviceMesh | None) -> Grid | None:
     return Grid(mesh[data])
 
 
-def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int, expert_ranks: int) -> Grid:
+def make_grid(kind: str, *, shard_ranks: int, tensor_ranks: int, expert_ranks: int, stages: int = 1) -> Grid:
     """Return the grid of all ranks. A collective."""
+    if stages > 1:
+        mesh = init_device_mesh(kind, (stages, shard_ranks), mesh_dim_names=("pipe", STAGE))
+        return Grid(mesh[STAGE], pipe=mesh["pipe"].get_group())
     replicas = dist.get_world_size() // (shard_ranks * tensor_ranks)
     sizes = {"replicate": replicas, "shard": shard_ranks, "tensor": tensor_ranks}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -111,11 +117,7 @@ def check_same_batches(model: nn.Module, tensor_ranks: int) -> None:
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
-        seen = hashlib.blake2b()
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                seen.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        of_ranks = from_all_ranks(seen.hexdigest())
+        of_ranks = from_all_ranks(digest_of((args, kwargs)))
         for first in range(0, len(of_ranks), tensor_ranks):
             if len({*of_ranks[first : first + tensor_ranks]}) > 1:
                 raise InfinityError(
@@ -125,6 +127,15 @@ def check_same_batches(model: nn.Module, tensor_ranks: int) -> None:
                 )
 
     hook = model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+
+
+def digest_of(values: Any) -> str:
+    """Return a hash of the tensors in `values`."""
+    seen = hashlib.blake2b()
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            seen.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
 
 
 _STYLES: Mapping[str, Any] = {

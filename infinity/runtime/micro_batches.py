@@ -273,12 +273,12 @@ def _memory_now() -> tuple[int | None, int]:
     return None if available is None else available - absent, taken_bytes() + absent
 
 
-def mean_over_ranks(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean (0-D, fp32) of these losses and those of the other ranks."""
+def mean_over_ranks(losses: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the mean (0-D, fp32) of these losses and those of the other ranks of `group` (None: all)."""
     mean = torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
     return mean
 
 

@@ -56,9 +56,9 @@ class StepProgress:
         """Set the number of micro-batches per step, from the current step on."""
         self.accumulation, self._counted_from = accumulation, self.micro_steps
 
-    def end_backward(self, losses: Sequence[torch.Tensor]) -> None:
-        """Count the backward passes of micro-batches with these losses, divided as their gradients were."""
-        self.micro_steps += len(losses)
+    def end_backward(self, losses: Sequence[torch.Tensor], count: int | None = None) -> None:
+        """Count the backward passes of micro-batches with these losses, divided as their gradients were; or `count`."""
+        self.micro_steps += len(losses) if count is None else count
         if self.keeps_losses:
             self._losses += [loss.float().reshape(()) for loss in losses]
 

@@ -15,6 +15,7 @@ from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.vertical import Vertical
 from infinity.ranks.peers import Peers
 from infinity.runtime.in_memory import InMemory, NoCommits
+from infinity.runtime.meshes import Grid
 from infinity.runtime.resolved import Resolved
 from infinity.store.durable import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
@@ -38,6 +39,7 @@ class Parts:
     activations: Activations | None
     routes: Routes | None
     peers: Peers
+    grid: Grid
 
     def __post_init__(self) -> None:
         swap, optimizer = self.swap, self.optimizer

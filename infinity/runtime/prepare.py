@@ -32,6 +32,7 @@ from infinity.fsdp2.guarded import carry_hooks, guard
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import fingerprint, load_weights, stored_names
 from infinity.fsdp2.names import parameter_names
+from infinity.fsdp2.placements import ranks_alike
 from infinity.fsdp2.running_statistics import keep_statistics_in_fp32
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharded_tensor import name_parameters
@@ -81,22 +82,26 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
     check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
 
 
-def check_alike(model: nn.Module, weights: str | os.PathLike[str] | None) -> None:
-    """Raise ConfigError, on all ranks, if one rank's model or files of `weights` differ from the first rank's. A collective."""
+def check_alike(
+    model: nn.Module, weights: str | os.PathLike[str] | None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise ConfigError, on all ranks, if one rank's model or files of `weights` differ from those of the first rank of
+    `group` (None: all ranks). A collective."""
     with raise_on_all_ranks():
         built = {name: _described(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         files = fingerprint(weights) if weights is not None else None
-    first_built, first_files = from_first_rank((built, files))
+    first_rank, first_built, first_files = from_first_rank((dist.get_rank(), built, files), group)
     with raise_on_all_ranks():
         for name in {**first_built, **built}:
             here, there = built.get(name, "missing"), first_built.get(name, "missing")
             if here != there:
                 raise ConfigError(
-                    f"{name} is {here} here and {there} on rank 0: build the same model on all ranks; rank 0 gives the values"
+                    f"{name} is {here} here and {there} on rank {first_rank}: build the same model on all ranks; rank "
+                    f"{first_rank} gives the values"
                 )
         if [*built] != [*first_built]:
             raise ConfigError(
-                "the model has its parameters in another order here than on rank 0: build them in the same order"
+                f"the model has its parameters in another order here than on rank {first_rank}: build them in the same order"
             )
         if files != first_files:
             raise ConfigError(
@@ -113,12 +118,22 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 @contextmanager
-def drawing_alike() -> Iterator[None]:
-    """Draw initial values in the block as the first rank does, because each rank keeps its rows of them. A rank with another
-    seed then continues with its own random numbers. A collective at its beginning."""
+def drawing_alike(stage: int = 0) -> Iterator[None]:
+    """Draw initial values in the block as the first rank does, because each rank keeps its rows of them; other ones in each
+    `stage` of a pipeline. A rank with another seed then continues with its own random numbers. A collective at its
+    beginning."""
     here, first = RandomState.now(), from_first_rank(RandomState.now())
+    if stage:
+        with first.within():
+            first = RandomState.seeded(int(torch.randint(2**62, ())) + stage)
     with nullcontext() if torch.equal(here.cpu, first.cpu) else first.within():
         yield
+
+
+def grid_of(resolved: Resolved) -> Grid:
+    """Return the ranks by dimension, as the config and the model say. A collective."""
+    sizes = {"shard_ranks": resolved.shard_ranks, "tensor_ranks": resolved.tensor_ranks, "stages": resolved.stages}
+    return make_grid(compute_device().type, **sizes, expert_ranks=resolved.expert_ranks)
 
 
 def shard_and_page(
@@ -132,11 +147,10 @@ def shard_and_page(
     """Shard each group and the root, page what is offloaded, and decide what stays gathered.
 
     Raises for memory or space that is too small before the model is sharded, which can't be undone. Returns `resolved` with the
-    update timing for which there is room. grid: of a mesh that the user passed.
+    update timing for which there is room. grid: None for that of `grid_of`.
     """
     if grid is None:
-        sizes = {"shard_ranks": resolved.shard_ranks, "tensor_ranks": resolved.tensor_ranks}
-        grid = make_grid(compute_device().type, **sizes, expert_ranks=resolved.expert_ranks)
+        grid = grid_of(resolved)
     if grid.tensor is not None:
         split_by_plan(model, grid.tensor)
     owned = own_experts(model, grid.experts["experts"]) if grid.experts is not None else []
@@ -145,6 +159,10 @@ def shard_and_page(
         keep_statistics_in_fp32(model)
     blocks = split_experts(model, stored_names(weights)) if weights is not None and not owned else 0
     classes = resolved.config.infinity.wrap
+    if grid.pipe is not None and classes != "auto":  # each stage has some of them
+        here = {type(module).__name__ for module in model.modules()}
+        elsewhere = set().union(*from_all_ranks(here, grid.pipe)) - here
+        classes = tuple(name for name in classes if name not in elsewhere)
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, None if classes == "auto" else classes, resolved.live)
     wrap = [*(expert for expert in (*expert_modules(model), *owned) if expert not in wrap), *wrap]
@@ -166,7 +184,8 @@ def shard_and_page(
         notes += told
     _shard_model(model, resolved, mesh_of, wrap)
     if swap is not None:
-        paging = swap.page(model, resolved.paging, weights=weights)
+        with raise_on_all_ranks() if grid.pipe is not None else nullcontext():
+            paging = swap.page(model, resolved.paging, weights=weights)
         notes += swap.notes
         second = second_slot_bytes(paging.paged.layout, paging.options)
         if second and run is None:
@@ -272,16 +291,16 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh_of: MeshOf, wrap: Se
     time is on the device; paged groups leave it at once, so that the model may be larger than its memory."""
     model.float()
     hooked = {n: p for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
-    take_from_first_rank(model.buffers(), compute_device())
+    mesh = mesh_of(model)
+    take_from_first_rank(model.buffers(), compute_device(), ranks_alike(mesh))
     for module in model.modules():  # parts, which their first owner has
         parts = [local_of(p) for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
         for group in mesh_of(module).get_all_groups() if parts else ():
             take_from_first_rank(parts, compute_device(), group)
-    mesh = mesh_of(model)
 
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
         unsharded = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
-        take_from_first_rank(unsharded, compute_device())
+        take_from_first_rank(unsharded, compute_device(), ranks_alike(mesh))
         policy = resolved.mixed_precision
         fully_shard(module, mesh=mesh_of(module), mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if resolved.paging is not None and mesh.device_type != "cpu":

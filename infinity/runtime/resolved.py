@@ -41,6 +41,8 @@ class Resolved:
     """Number of ranks that split each parameter before, and get the same batch."""
     expert_ranks: int
     """Number of ranks that share the experts of a block, each of which is whole on one of them."""
+    stages: int
+    """Number of stages of a pipeline, each of which has a part of the model; 1 if every rank has all of it."""
     reshard_after_forward: bool | int
     """As for `fully_shard`; a number of ranks keeps a second sharding from forward to backward."""
     live: LiveOptions
@@ -73,12 +75,13 @@ def resolve(
     matrices: frozenset[str] = frozenset(),
     trains: bool = True,
     grid: Grid | None = None,
+    stages: int = 1,
     device_type: str,
 ) -> Resolved:
     """Decide everything that follows from a config without "auto" values.
 
     Args:
-        ranks: number of ranks of the training.
+        ranks: number of ranks of the training, or of one of its `stages`.
         numel: elements of the model.
         moments: names of the optimizer's state per element. matrices: names of the parameters that Muon updates.
         trains: True if the config or the caller names an optimizer.
@@ -132,6 +135,7 @@ def resolve(
         shard_ranks=shard_ranks,
         tensor_ranks=tensor_ranks,
         expert_ranks=config.expert_parallel.ranks,
+        stages=stages,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
         paging=_paging_options(config, ranks, shard_ranks * tensor_ranks, numel, moments, matrices)
