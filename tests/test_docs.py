@@ -263,7 +263,7 @@ def machines_page() -> ModuleType:
     return program
 
 
-@pytest.mark.parametrize("asked", machines_page().MACHINES, ids=lambda asked: asked.preset)
+@pytest.mark.parametrize("asked", machines_page().MACHINES, ids=lambda asked: f"{asked.nodes} {asked.preset}")
 def test_machines_are_as_the_plan_says(asked: Any) -> None:
     page = (ROOT / "docs" / "machines.md").read_text()
     assert "\n".join(machines_page().section(asked)) in page, "python tools/make_machines_page.py > docs/machines.md"

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,33 +21,79 @@ from infinity.units import DAY_SECONDS, format_seconds
 
 MODELS = ("1B", "3B", "8B", "32B", "70B", "405B", "1T")
 
+SHAPES: dict[str, dict[str, Any]] = {
+    # meta-llama/Llama-3.1-405B
+    "llama-3.1-405b.json": {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 126,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    # moonshotai/Kimi-K2-Base, whose architecture is that of DeepSeek-V3
+    "kimi-k2.json": {
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "tie_word_embeddings": False,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}
+"""The config.json of published models, as far as the plan reads it."""
+
+NAMES = {
+    "llama-3.1-405b.json": "405B, dense, as Llama 3.1: planned",
+    "kimi-k2.json": "1T, mixture of experts, as Kimi K2: planned",
+}
+
 
 class Asked(NamedTuple):
-    """A machine, by the name of its preset, and the models that are planned on it. `seqs`: tokens of a sequence, for each of
-    TOKENS."""
+    """Machines, by the name of their preset, and the models that are planned on them. tokens: of a step. seqs: tokens of a
+    sequence, for each of these. models: sizes, or names of SHAPES."""
 
     preset: str
     about: str
     seqs: tuple[int, int]
     models: tuple[str, ...]
+    tokens: tuple[int, int] = (131_072, 8_192)
+    nodes: int = 1
 
-
-TOKENS = (131_072, 8_192)
-"""Of a step."""
 
 MACHINES = (
     Asked("laptop", "a laptop that computes on its CPU", (512, 512), MODELS[:3]),
     Asked("rtx4090-gen4", "one RTX 4090, 64 GB of memory and one Gen4 drive", (2048, 2048), MODELS[:5]),
     Asked("dgx-a100", "DGX A100, 8 GPUs of 80 GB", (2048, 1024), MODELS[2:]),
     Asked("8xh200-gen5", "8 H200 and 8 Gen5 drives", (2048, 1024), MODELS[2:]),
+    *(
+        Asked("dgx-h100", f"{nodes} DGX H100, {8 * nodes} GPUs", (2048, 512), (*SHAPES,), (1_048_576, 262_144), nodes)
+        for nodes in (16, 64)
+    ),
 )
 
 HEAD = """\
 # Which model on which machine
 
-For each machine and model the fastest step of 131 072 and of 8 192 tokens that fits, as `infinity-bench plan --tokens-per-step`
-finds it by simulating steps with the product's own policies: full training with AdamW in bf16, clipped; and LoRA of rank 16 on
-frozen weights that stay in their files. Ask for yours, which the plan measures first:
+For each machine and model the fastest step that fits, as `infinity-bench plan --tokens-per-step` finds it by simulating
+steps with the product's own policies: full training with AdamW in bf16, clipped; and LoRA of rank 16 on frozen weights that
+stay in their files. Ask for yours, which the plan measures first:
 
     infinity-bench plan /local_nvme --params 8B --tokens-per-step 131072
 
@@ -60,6 +107,7 @@ WAITING = {"none": (), "cpu": ("activations on the host",), "nvme": ("activation
 COLUMNS = (
     "tokens a step",
     "model",
+    "split",
     "model states on",
     "micro-batches",
     "GPU",
@@ -87,16 +135,18 @@ def page() -> str:
 
 FOOT = """\
 Micro-batches: "16 of 4, 8 at once" are 16 micro-batches of 4 sequences on each GPU, of which 8 pass through a group of the
-model before its next group. GPU, host and NVMe are the memory that a rank needs of each at its peak; on a CPU the host's is
-all. The bound of a step is its arithmetic, or its bytes over what the drives give, whichever takes longer. Drives last so
-long if training never stops; they are rated for one drive write per day over five years. LoRA writes nothing. What each
-figure is made of is in [plan.md](plan.md)."""
+model before its next group. Split: [tensors or experts over so many ranks, or stages](parallelism.md); FSDP2 shards each part
+over the other ranks. Without tensors over ranks, or stages, each GPU needs at least one sequence. GPU, host and NVMe are the
+memory that a rank needs of each at its peak; on a CPU the host's is all. The bound of a step is its arithmetic, or its
+bytes over what the drives give, whichever takes longer. Drives last so long if training never stops; they are rated for one
+drive write per day over five years. LoRA writes nothing. What each figure is made of is in [plan.md](plan.md)."""
 
 
 def section(asked: Asked) -> list[str]:
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
-    rows += [row(model, asked, number) for number in range(len(TOKENS)) for model in asked.models]
-    commands = [f"    infinity-bench {' '.join(words)}" for words in (command("8B", asked, 0), command("8B", asked, 1))]
+    rows += [row(model, asked, number) for number in range(len(asked.tokens)) for model in asked.models]
+    shown = "8B" if "8B" in asked.models else asked.models[-1]
+    commands = [f"    infinity-bench {' '.join(command(shown, asked, number))}" for number in (0, 1)]
     return [
         f"## {asked.about[0].upper()}{asked.about[1:]}\n",
         *commands,
@@ -107,15 +157,20 @@ def section(asked: Asked) -> list[str]:
 
 
 def command(model: str, asked: Asked, number: int) -> list[str]:
-    step = ["--seq", str(asked.seqs[number]), "--tokens-per-step", str(TOKENS[number])]
-    return ["plan", "--preset", asked.preset, "--params", model, *step]
+    of_model = ["--hf-config" if model in SHAPES else "--params", model]
+    nodes = ["--nodes", str(asked.nodes)] if asked.nodes > 1 else []
+    step = ["--seq", str(asked.seqs[number]), "--tokens-per-step", str(asked.tokens[number])]
+    return ["plan", "--preset", asked.preset, *nodes, *of_model, *step]
 
 
 def planned(words: list[str]) -> dict[str, Any]:
     """What the plan says, as JSON."""
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        infinity_bench([*words, "--json", "-"])
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(output):
+        for name, values in SHAPES.items():
+            (Path(folder) / name).write_text(json.dumps(values))
+        with contextlib.redirect_stderr(io.StringIO()):
+            infinity_bench([*(f"{folder}/{word}" if word in SHAPES else word for word in words), "--json", "-"])
     result: dict[str, Any] = json.loads(output.getvalue())
     return result
 
@@ -123,20 +178,24 @@ def planned(words: list[str]) -> dict[str, Any]:
 def row(model: str, asked: Asked, number: int) -> tuple[str, ...]:
     """A model's row."""
     plan = planned(command(model, asked, number))
-    tokens = thousands(TOKENS[number])
+    tokens = thousands(asked.tokens[number])
+    name = NAMES.get(model, model)
     lora = next(way for way in plan["frozen"] if way["name"].startswith("LoRA"))
-    lora_step = format_seconds(lora["seconds"], digits=2) if lora["fits"] else "–"
+    alike = lora["fits"] and lora["tokens"] == asked.tokens[number]  # it has at least one sequence on each rank
+    lora_step = format_seconds(lora["seconds"], digits=2) if alike else "–"
     if plan["chosen"] is None:
-        return tokens, model, "don't fit", *["–"] * 10, lora_step
+        return tokens, name, "–", "don't fit", *["–"] * 10, lora_step
     chosen = next(way for way in plan["strategies"] if way["name"] == plan["chosen"])
     memory = [sum(tier.values()) for tier in chosen["memory_bytes_per_rank"].values()]
     places = [plan["chosen"].partition(", ")[2] or "the GPUs"]
     if chosen["offload_param"] == "nvme" and plan["gradient_bytes_max"] is not None:
         places.append("some gradients too" if plan["gradient_bytes_max"] else "gradients too")
     days = chosen["drive_days"]
+    splits = {"tensors over {}": "autotp_size", "experts over {}": "autoep_size", "{} stages": "num_stages"}
     return (
         tokens,
-        model,
+        name,
+        "".join(words.format(plan[key]) for words, key in splits.items() if plan[key] > 1) or "–",
         ", ".join([*places, *WAITING[plan["offload_activations"]]]).replace("optimizer on", "the optimizer on"),
         f"{plan['accumulation']} of {plan['batch']}, {plan['micro_batches_at_once']} at once",
         *(gigabytes(nbytes) for nbytes in memory),

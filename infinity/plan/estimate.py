@@ -30,6 +30,9 @@ GATHERED_GROUPS = 2
 SAVED_ON_THE_WAY = 2
 """Blocks whose offloaded activations are on the device at once: one computes, another one's are copied."""
 
+EXCHANGED_COPIES = 4
+"""Tensors of a block's exchange of tokens that are alive at once: arrived, computed, returned, weighted."""
+
 GRADIENTS_APPLIED = 2
 """Groups with gradients in host memory at once if updates are in the backward: one arrives while another is applied."""
 
@@ -141,12 +144,13 @@ def memory_of(
 ) -> Memory:
     """Return the memory of one rank, with a pinned pool of `pinned_bytes` besides the host cache. With `device_is_host`
     the CPU computes, so that the device's memory is host memory."""
-    states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
-    elsewhere = sum(work.saved_elsewhere(device_is_host=device_is_host))
+    gathered = sum(work.group_numels)
+    states = states_of(sum(work.stored_numels), work.stage_ranks, strategy, work.scheme, gathered_numel=gathered)
+    elsewhere = work.in_flight * sum(work.saved_elsewhere(device_is_host=device_is_host))
     device: dict[str, int] = {}
     if strategy.stage >= 3:
         block = max(work.group_numels[ROOT + 1 :])
-        device["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * block + work.model.root_numel)
+        device["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * block + work.group_numels[ROOT])
     device["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * max(work.group_numels)
     device |= {**activation_lines(work, elsewhere), **states.device}
     if work.head_gradient_bytes:
@@ -204,16 +208,18 @@ def record_bytes(stored_bytes: int) -> int:
     return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
-def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
+def states_of(
+    numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME, *, gathered_numel: int | None = None
+) -> Memory:
     """Return one rank's part of the states of a model in all tiers, as far as it lasts from step to step, and the
-    parameters that stage 2 keeps gathered."""
+    parameters that stage 2 keeps gathered (None: all)."""
     shard = -(-numel // ranks)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     nvme: dict[str, int] = {}
     compute_bytes, _ = strategy.stored_bytes(scheme)
     if strategy.stage < 3:
-        device["gathered parameters"] = COMPUTE_BYTES * numel
+        device["gathered parameters"] = COMPUTE_BYTES * (numel if gathered_numel is None else gathered_numel)
     if strategy.optimizer == "cpu" and strategy.parameters == "none":
         device[_COMPUTE] = COMPUTE_BYTES * shard
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
@@ -232,15 +238,18 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
 
 def activation_lines(work: Work, elsewhere: int) -> dict[str, int]:
     """Return the device memory of activations and of computing. `elsewhere`: bytes of offloaded saved activations."""
-    model = work.model
+    model, tensor_ranks = work.stage, work.tensor_ranks
     lines = {}
     if elsewhere:
-        of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
+        of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing, tensor_ranks=tensor_ranks)
         lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block
-    if staying := sum(work.saved_bytes) - elsewhere:
+    if staying := work.in_flight * sum(work.saved_bytes) - elsewhere:
         lines["activation checkpoints" if work.checkpointing else "activations"] = staying
     if work.checkpointing:
-        lines["activations of a block"] = model.activation_bytes(work.samples)
+        lines["activations of a block"] = model.activation_bytes(work.samples, tensor_ranks=tensor_ranks)
+    if work.expert_ranks > 1 and model.experts is not None:
+        rows = work.samples * model.seq * model.experts.per_token
+        lines["tokens at their experts"] = EXCHANGED_COPIES * COMPUTE_BYTES * rows * model.hidden
     if work.between_groups_bytes:
         lines["hidden states between groups"] = work.between_groups_bytes
     lines["logits"] = model.logits_bytes(work.samples)
@@ -307,7 +316,7 @@ def pipeline_of(
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, int(room / per_element)))
     if work.muon:
-        numel = max(numel, *(-(-rows // work.ranks) * columns for rows, columns in work.model.block_matrices))
+        numel = max(numel, *(-(-rows // work.stage_ranks) * columns for rows, columns in work.model.block_matrices))
     gather, stepped = pinned.gather_bytes(group_bytes), math.ceil(numel * per_element)
     in_backward = strategy.update_of(work.scheme) == "backward"
     per_element += COMPUTE_BYTES

@@ -15,6 +15,7 @@ from infinity.plan.frozen_groups import FrozenGroups
 from infinity.plan.machine import Machine
 from infinity.plan.planner import USABLE, what_lacks
 from infinity.plan.program import CLIP_BYTES, NORM_BYTES, PARAMETER_BYTES
+from infinity.plan.splits import unsplit
 from infinity.plan.work import Work
 from infinity.schedule import pinned
 from infinity.schedule.scheme import COMPUTE_BYTES
@@ -90,9 +91,9 @@ def frozen_plans(
 
     pinned_bytes: size of each rank's pool. None: a comfortable one, and `cache_bytes` more to keep groups in.
     cache_bytes: None is nothing if `pinned_bytes` is given, else all remaining memory. The pool gets no larger than the
-    model can use.
+    model can use. Each rank computes with the whole model, even if `work` splits it.
     """
-    asked = _Asked(base_bits, pinned_bytes, cache_bytes)
+    work, asked = unsplit(work), _Asked(base_bits, pinned_bytes, cache_bytes)
     return [_plan_lora(work, machine, lora_rank, asked), _plan_generation(work, machine, asked)]
 
 

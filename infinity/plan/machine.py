@@ -64,14 +64,28 @@ class Machine:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    def gather_seconds(self, nbytes: float) -> float:
-        """Return the seconds of an all-gather to `nbytes`, or a reduce-scatter from it, over all ranks. Data from a
-        rank's own node comes over the node's links, other data once per node over the network; the slower decides."""
-        if self.ranks == 1:
+    def gather_seconds(self, nbytes: float, ranks: int | None = None, *, apart: int = 1) -> float:
+        """Return the seconds of an all-gather to `nbytes`, or a reduce-scatter from it, over `ranks` (None: all), the
+        next of which is `apart` ranks away; all ranks take part in one. Data from a rank's own node comes over the
+        node's links, other data once per node and gather over the network; the slower decides."""
+        ranks = ranks or self.ranks
+        gathers_of_node = self.ranks_per_node // self._in_node(ranks, apart)
+        return self._collective_seconds(nbytes, gathers_of_node * nbytes, ranks, apart)
+
+    def exchange_seconds(self, nbytes: float, ranks: int, *, apart: int = 1) -> float:
+        """Return the seconds in which each of `ranks` sends `nbytes` in equal parts to all of them."""
+        return self._collective_seconds(nbytes, self.ranks_per_node * nbytes, ranks, apart)
+
+    def _in_node(self, ranks: int, apart: int) -> int:
+        return max(1, min(ranks, self.ranks_per_node // apart))
+
+    def _collective_seconds(self, nbytes: float, node_bytes: float, ranks: int, apart: int) -> float:
+        if ranks == 1:
             return 0.0
-        in_node = nbytes * (self.ranks - 1) / self.ranks / self.node_link_bytes_per_s
-        between_nodes = nbytes * (self.nodes - 1) / self.nodes / self.network_bytes_per_s
-        return self.collective_seconds + max(in_node if self.ranks_per_node > 1 else 0.0, between_nodes)
+        nodes = -(-ranks // self._in_node(ranks, apart))
+        in_node = nbytes * (ranks - 1) / ranks / self.node_link_bytes_per_s
+        between_nodes = node_bytes * (nodes - 1) / nodes / self.network_bytes_per_s
+        return self.collective_seconds + max(in_node if nodes < ranks else 0.0, between_nodes)
 
     def drive_of_rank(self) -> DriveSpeed:
         """Return one rank's share of the drives. Raises BudgetError if there is no drive."""

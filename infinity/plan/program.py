@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from infinity.plan.estimate import HostCache, Pipeline, updated_in_backward
 from infinity.plan.machine import Machine
+from infinity.plan.splits import exchange_seconds, gather_seconds
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import ROOT, Work
@@ -172,7 +173,7 @@ class _ProgramOfRank:
             )
             for sub_group in waiting:
                 self._program += [share, sub_group]
-                share = share._replace(gather_seconds=0.0)
+                share = share._replace(gather_seconds=0.0, exchange_seconds=0.0)
             self._program.append(
                 share._replace(reduce_seconds=whole.reduce_seconds, gradient_bytes=whole.gradient_bytes)
             )
@@ -207,8 +208,10 @@ class _ProgramOfRank:
     def _use(self, group: int, *, backward: bool, is_there: bool) -> None:
         """Add one use of a group. `is_there`: its compute parameters are staged, or just made by its update."""
         work, machine, strategy = self._work, self._machine, self._strategy
+        at_once, stretch = work.micro_batches_at_once, work.stretch
         tokens = work.samples_at_once * work.model.seq
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
+        compute_seconds = flops_per_numel * self._active_numels[group] / machine.flops_per_s
         from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
         numel, shard = self._numels[group], self._shards[group]
         gathered = self._stays_gathered(group, backward=backward)
@@ -217,10 +220,10 @@ class _ProgramOfRank:
                 group,
                 read_bytes=0 if gathered or is_there else self._compute_bytes[group],
                 compute_bytes=COMPUTE_BYTES * shard if from_host and not gathered and not machine.device_is_host else 0,
-                gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
-                compute_seconds=flops_per_numel * self._active_numels[group] / machine.flops_per_s
-                + work.micro_batches_at_once * machine.group_seconds,
-                reduce_seconds=work.micro_batches_at_once * machine.gather_seconds(GRADIENT_BYTES * numel)
+                gather_seconds=0.0 if gathered else stretch * gather_seconds(work, machine, group, COMPUTE_BYTES),
+                exchange_seconds=stretch * exchange_seconds(work, machine, group, backward=backward),
+                compute_seconds=stretch * (compute_seconds + at_once * machine.group_seconds),
+                reduce_seconds=stretch * at_once * gather_seconds(work, machine, group, GRADIENT_BYTES)
                 if backward
                 else 0.0,
                 gradient_bytes=GRADIENT_BYTES * shard if backward and strategy.on_host else 0,

@@ -1,7 +1,8 @@
 """Finds the fastest step for a number of tokens: its micro-batches, and where activations and gradients wait.
 
 [Note: The search]
-Each shape of a step (samples per micro-batch, micro-batches at once, recomputation or not) is tried with each strategy.
+Each split of the model over ranks, and shape of a step (samples per micro-batch, micro-batches at once, recomputation or
+not) is tried with each strategy.
 Memory decides the remainder: activations stay on the device, and gradients in host memory, as far as there is room.
 Configurations that do not fit are dropped before any simulation. The others are simulated in the order of an estimate,
 until the next estimate is no shorter than the shortest simulated step.
@@ -21,9 +22,12 @@ from infinity.plan.estimate import bytes_of_step, memory_of, pipeline_of, update
 from infinity.plan.frozen import frozen_plans
 from infinity.plan.machine import Machine
 from infinity.plan.planner import AS_FAST, USABLE, Placement, place, share_needed, strategies_on, updated_late
+from infinity.plan.program import update_bytes
+from infinity.plan.splits import OPTIONS, exchange_seconds, gather_seconds, splits_of, unsplit
 from infinity.plan.strategy import Strategy
-from infinity.plan.work import Work
-from infinity.schedule.scheme import Scheme, choose_update
+from infinity.plan.work import ROOT, Work
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, choose_update
+from infinity.schedule.spilling import GRADIENT_BYTES
 
 SIMULATED_MAX = 8
 """Steps that a search simulates at most; usually a few suffice."""
@@ -43,12 +47,14 @@ def fastest_work(
 ) -> Work:
     """Return the work with the fastest step that fits; if none fits, the one that lacks the smallest share of a memory.
 
-    sequences: of a step on one rank. left_open: the attributes of `Work` to choose.
+    sequences: of a step on all ranks. left_open: the attributes of `Work` to choose.
     """
-    ways: list[Placement] = []
+    found, seconds = None, math.inf
     nearest, least_share = asked, math.inf
-    for shape in _shapes(asked, sequences, left_open):
-        for strategy in strategies_on(machine):
+    for split in splits_of(asked, machine, left_open):
+        ways: list[Placement] = []
+        shapes = (shape for shape in _shapes(split, sequences, left_open) if AS_FAST * _least(shape, machine) < seconds)
+        for shape, strategy in product(shapes, strategies_on(machine)):
             for work in _placed(shape, machine, strategy, left_open, pinned_bytes):
                 # Cached elements are not updated speculatively.
                 nbytes = 0 if cache_bytes is None and work.scheme.speculative else cache_bytes
@@ -57,14 +63,19 @@ def fastest_work(
                     ways.append(placed)
                 elif (share := share_needed(placed.memory, machine)) < least_share:
                     nearest, least_share = work, share
-    found = _fastest(ways) or nearest
+        best, best_seconds = _fastest(ways, seconds / AS_FAST)
+        if best is not None:
+            found, seconds = best, best_seconds
+    found = found or nearest
     return replace(found, scheme=_scheme_of(asked, found.passes), unasked=asked.unasked)
 
 
 def fastest_lora_work(asked: Work, machine: Machine, *, sequences: int, left_open: Collection[str], **how: Any) -> Work:
-    """As `fastest_work`, for adapters on frozen weights (no state, no writes). `how`: as for `frozen.frozen_plans`."""
+    """As `fastest_work`, for adapters on frozen weights (no state, no writes, no split of the model). `how`: as for
+    `frozen.frozen_plans`. Each rank has at least one sequence."""
+    asked, left_open = unsplit(asked), {*left_open} - {*OPTIONS}
     found, least, fitting = asked, (True, math.inf), set()
-    for shape in _shapes(asked, sequences, left_open):
+    for shape in _shapes(asked, max(1, sequences // asked.ranks) * asked.ranks, left_open):
         for activations in ("none", "cpu") if "activations" in left_open else (asked.activations,):
             way = shape.samples, shape.checkpointing, activations
             if way in fitting:  # with fewer at once it would read more
@@ -87,11 +98,13 @@ def _moved_activations(way: Placement) -> int:
 def _estimated_seconds(way: Placement) -> float:
     """Estimate the step time, as if everything within a pass overlaps and no passes do."""
     work, machine, strategy, cache = way.work, way.machine, way.strategy, way.cache
-    uses = 2 * len(work.group_shards) * work.micro_batches
-    computing = (work.flops / machine.flops_per_s + uses * machine.group_seconds) / work.passes
-    copying = _moved_activations(way) / machine.link_bytes_per_s
+    forward, between, backward = _pass_seconds(way)
+    in_step = strategy.update_of(work.scheme) == "step"
     if not strategy.uses_nvme:
-        return work.passes * max(computing, copying)
+        traffic = update_bytes(strategy, work.scheme) * work.shard_numel
+        updating = traffic / machine.memory_bytes_per_s(of_host=strategy.on_host)
+        passing = forward + (work.passes - 1) * between + backward
+        return passing + (updating if in_step else max(0.0, updating - forward))
     # State moves in the first forward, in the last backward, and in the step; all other bytes move in every pass.
     compute, other = (math.ceil(nbytes * work.shard_numel) for nbytes in strategy.stored_bytes(work.scheme))
     state_read, state_written = other - sum(cache.other_state), compute + other - cache.nbytes
@@ -99,24 +112,58 @@ def _estimated_seconds(way: Placement) -> float:
     read = max(0, plain_read - other - sum(cache.compute)) / work.passes
     written = max(0, plain_written - other - compute) / work.passes
     early = sum(updated_in_backward(work, strategy, cache)) / work.shard_numel
-    in_step = strategy.update_of(work.scheme) == "step"
-    forward = computing / (4 if work.checkpointing else 3)
 
     def seconds(busy: float, *, state: float, passing: float) -> float:
         """Estimate a part of the step with these shares of the state, and of the bytes that move in every pass."""
         moved = passing * read + state * state_read, passing * written + state * state_written
-        return max(busy, copying if passing else 0.0, way.drive.lower_bound_seconds(*moved))
+        return max(busy, way.drive.lower_bound_seconds(*moved))
 
     return (
         seconds(forward, state=0 if in_step else 1 - early, passing=0.5)
-        + (work.passes - 1) * seconds(computing, state=0, passing=1)
-        + seconds(computing - forward, state=0 if in_step else early, passing=0.5)
+        + (work.passes - 1) * seconds(between, state=0, passing=1)
+        + seconds(backward, state=0 if in_step else early, passing=0.5)
         + seconds(0, state=1 if in_step else 0, passing=0)
     )
 
 
-def _fastest(ways: list[Placement]) -> Work | None:
-    best, best_seconds = None, math.inf
+def _pass_seconds(way: Placement) -> tuple[float, float, float]:
+    """Estimate the first forward, a backward with the next forward, and the last backward, without the drive: the longer of
+    computation, network and link in each."""
+    work, machine, strategy = way.work, way.machine, way.strategy
+    uses = 2 * len(work.group_shards) * work.micro_batches
+    computing = (work.flops / machine.flops_per_s + uses * machine.group_seconds) / work.passes
+    exchanging, gathering = _network_seconds(work, machine, strategy)
+    computing = work.stretch * (exchanging + max(computing, gathering))
+    forward, saved = computing / (4 if work.checkpointing else 3), _moved_activations(way)
+    from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
+    gathered = COMPUTE_BYTES * work.shard_numel if from_host else 0
+    reduced = GRADIENT_BYTES * work.shard_numel if strategy.on_host else 0
+    link = machine.link_bytes_per_s
+    return (
+        max(forward, max(gathered, saved) / link),
+        max(computing, max(2 * gathered + saved, saved + reduced) / link),
+        max(computing - forward, max(gathered + saved, reduced) / link),
+    )
+
+
+def _network_seconds(work: Work, machine: Machine, strategy: Strategy) -> tuple[float, float]:
+    """Return the seconds of a pass in which computations wait for other ranks, and of its gathers and reductions."""
+    exchanging = gathering = 0.0
+    for group in range(len(work.group_shards)):
+        exchanging += sum(exchange_seconds(work, machine, group, backward=backward) for backward in (False, True))
+        gathers = 1 if group == ROOT or strategy.stage < 3 else 2
+        gathering += gathers * gather_seconds(work, machine, group, COMPUTE_BYTES)
+        gathering += work.micro_batches_at_once * gather_seconds(work, machine, group, GRADIENT_BYTES)
+    return exchanging, gathering
+
+
+def _least(work: Work, machine: Machine) -> float:
+    return work.stretch * work.flops / machine.flops_per_s
+
+
+def _fastest(ways: list[Placement], best_seconds: float) -> tuple[Work | None, float]:
+    """Return the way with the shortest step, and its seconds, if these are less than `best_seconds`."""
+    best = None
 
     def rank(estimated: tuple[float, Placement]) -> tuple[int, int, int]:
         """Return the sort key: estimate, then bytes written, then activation bytes moved."""
@@ -131,7 +178,7 @@ def _fastest(ways: list[Placement]) -> Work | None:
             seconds = way.simulate().seconds
             if seconds < best_seconds:
                 best, best_seconds = way.work, seconds
-    return best
+    return best, best_seconds
 
 
 def _scheme_of(asked: Work, passes: int) -> Scheme:
@@ -149,10 +196,11 @@ def _scheme_of(asked: Work, passes: int) -> Scheme:
 def _shapes(asked: Work, sequences: int, left_open: Collection[str]) -> Iterator[Work]:
     """Yield the ways to cut a step into micro-batches and run them, the most at once first."""
     recomputed = (False, True) if "checkpointing" in left_open else (asked.checkpointing,)
-    for samples in _divisors(sequences) if "samples" in left_open else [asked.samples]:
-        count = sequences // samples
-        at_once = _divisors(count)[::-1]
-        if "micro_batches_at_once" not in left_open:
+    of_rank = sequences // asked.data_ranks if sequences % asked.data_ranks == 0 else 0
+    for samples in _divisors(of_rank) if "samples" in left_open else [asked.samples]:
+        count = of_rank // samples if of_rank % samples == 0 else 0
+        at_once = _divisors(count)[::-1] if count >= asked.stages else []
+        if "micro_batches_at_once" not in left_open or asked.stages > 1:
             at_once = [passing for passing in at_once if passing == asked.micro_batches_at_once]
         for passing, checkpointing in product(at_once, recomputed):
             yield replace(
@@ -194,7 +242,7 @@ def _with_activations(work: Work, machine: Machine, strategy: Strategy) -> Itera
     else:
         moved = replace(work, activations="cpu")
         tensor = work.saved_tensor_bytes
-        staying = max(0, int(room_left(moved)) // tensor * tensor)
+        staying = max(0, int(room_left(moved)) // work.in_flight // tensor * tensor)
         yield replace(moved, activation_host_bytes_max=max(0, sum(work.saved_bytes) - staying))
     if strategy.uses_nvme and not work.durable and (machine.device_is_host or room_left(work) < 0):
         yield replace(work, activations="nvme")

@@ -9,6 +9,8 @@ nothing staged and ends when its last byte is written. The thread runs a program
 
     drive read -> lease -> copy to the device -> all-gather -> compute -> reduce-scatter -> gradients to the host
 
+Exchanges within a computation, as of tensor parallelism, are simulated as one before it.
+
 Compute follows the order of the uses. The thread starts the next item when the compute of this one starts
 (`overlap_gathers`), or when it ends, as on a CPU. An update of a sub-group keeps the thread busy while others are read
 and written: read k + 1 | update k | write k - 1. Updates come after a pause for the norm of all gradients, with the
@@ -242,9 +244,13 @@ class _Thread:
             start = max(gathered, self._network_free)
             gathered = self._network_free = start + use.gather_seconds
             timeline.append(Interval("network", f"gather {use.group}", start, gathered))
-        start = max(gathered, restored, self._compute_free)
-        self._compute_free = start + use.compute_seconds
-        timeline.append(Interval("compute", f"use {place} of group {use.group}", start, self._compute_free))
+        start = computing = max(gathered, restored, self._compute_free)
+        if use.exchange_seconds:
+            start = max(start, self._network_free)
+            computing = self._network_free = start + use.exchange_seconds
+            timeline.append(Interval("network", f"exchange {use.group}", start, computing))
+        self._compute_free = computing + use.compute_seconds
+        timeline.append(Interval("compute", f"use {place} of group {use.group}", computing, self._compute_free))
         self._clock.at(gathered, self._gathered, use.group)
         self._clock.at(self._compute_free, self._computed, place)
         if self._step.overlap_gathers:

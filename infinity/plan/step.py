@@ -18,6 +18,8 @@ class Use(NamedTuple):
     compute_bytes: int = 0
     """Of its shard's compute parameters, copied to the device."""
     gather_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    """On the network, while its computation waits."""
     compute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     gradient_bytes: int = 0

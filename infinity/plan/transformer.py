@@ -61,6 +61,10 @@ class Transformer:
     """Shapes of a block's matrices; None for a GPT's."""
     tied_numel: int = 0
     """Parameters of the token embedding, if the head shares them."""
+    root_vector_numel: int = 0
+    """Known parameters outside the blocks that are neither in the embedding nor in the head: norms, positions."""
+    key_value_heads: int | None = None
+    """None for as many as `heads`; 0 if unknown, as for a model of which only the size is."""
 
     @property
     def block_matrices(self) -> tuple[tuple[int, int], ...]:
@@ -130,14 +134,19 @@ class Transformer:
         """Return the bytes of checkpoints, one per block: 2 · bsz · seq · hd · nl (section 3)."""
         return 2 * samples * self.seq * self.hidden * self.layers
 
-    def activation_bytes(self, samples: int, blocks: int = 1) -> int:
-        """Return the activation bytes between checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3)."""
-        return samples * self.seq * blocks * (16 * self.hidden + 2 * self.heads * self.seq)
+    def activation_bytes(self, samples: int, blocks: int = 1, *, tensor_ranks: int = 1) -> int:
+        """Return the activation bytes between checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3).
+        Tensor ranks divide all but the inputs and outputs of attention and feed-forward, 10 bytes of 34 per hidden
+        number (Korthikanti et al., arXiv:2205.05198, section 4.2)."""
+        divided = 16 * self.hidden * 24 // 34 + 2 * self.heads * self.seq
+        whole = 16 * self.hidden + 2 * self.heads * self.seq - divided
+        return samples * self.seq * blocks * (whole + -(-divided // tensor_ranks))
 
-    def saved_bytes(self, samples: int, *, checkpointing: bool) -> int:
+    def saved_bytes(self, samples: int, *, checkpointing: bool, tensor_ranks: int = 1) -> int:
         """Return the bytes that one block saves for its backward: its checkpoint, or all of its activations."""
-        whole = self.checkpoint_bytes(samples) if checkpointing else self.activation_bytes(samples, self.layers)
-        return whole // self.layers
+        if checkpointing:
+            return self.checkpoint_bytes(samples) // self.layers
+        return self.activation_bytes(samples, tensor_ranks=tensor_ranks)
 
     def saved_tensor_bytes(self, samples: int, *, checkpointing: bool) -> int:
         """Return the bytes of its largest 16-bit tensor: a checkpoint, or the inner activation of the feed-forward."""
@@ -154,7 +163,16 @@ def dense_transformer(*, layers: int, hidden: int, heads: int, seq: int, vocab: 
     block = BLOCK_FACTOR * hidden * hidden + vectors
     embeddings = vocab * hidden, (seq + 2) * hidden
     return Transformer(
-        layers, hidden, heads, seq, vocab, block, sum(embeddings), vector_numel=vectors, tied_numel=embeddings[0]
+        layers,
+        hidden,
+        heads,
+        seq,
+        vocab,
+        block,
+        sum(embeddings),
+        vector_numel=vectors,
+        tied_numel=embeddings[0],
+        root_vector_numel=embeddings[1],
     )
 
 
@@ -176,7 +194,8 @@ def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:
         )
     block = (numel - vocab * hidden) // layers
     root = numel - layers * block
-    return Transformer(layers, hidden, hidden // 64, seq, vocab, block, root, tied_numel=vocab * hidden)
+    known = layers, hidden, hidden // 64, seq, vocab, block, root
+    return Transformer(*known, tied_numel=vocab * hidden, key_value_heads=0)
 
 
 def heads_for(hidden: int) -> int:

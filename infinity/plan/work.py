@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -52,13 +52,42 @@ class Work:
     durable: bool = False
     """True if every step is committed: state on NVMe then has two slots."""
     muon: bool = False
+    tensor_ranks: int = 1
+    """Neighbours that split each matrix, and share a batch."""
+    expert_ranks: int = 1
+    """Neighbours that share the experts of a block."""
+    stages: int = 1
+    """Stages of a pipeline, of which the largest is planned."""
     unasked: bool = False
     """True if speculative updates are a default. They are planned if they have an effect, make no step longer, and
     leave as much space free as their second slots take; else updates are in the forward."""
 
     @property
+    def stage_ranks(self) -> int:
+        return self.ranks // self.stages
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of a stage that have batches of their own."""
+        return self.stage_ranks // self.tensor_ranks
+
+    @cached_property
+    def stage(self) -> Transformer:
+        """The largest stage: the last blocks, and half of the root, or all of it if the head shares the embedding: it
+        needs a layer of its own in another stage."""
+        if self.stages == 1:
+            return self.model
+        model, experts = self.model, self.model.experts
+        layers = -(-model.layers // self.stages)
+        if experts is not None:
+            before = model.layers - layers
+            experts = replace(experts, blocks=tuple(block - before for block in experts.blocks if block >= before))
+        root_numel = model.root_numel if model.tied_numel else -(-model.root_numel // 2)
+        return replace(model, layers=layers, root_numel=root_numel, experts=experts)
+
+    @property
     def shard_numel(self) -> int:
-        return -(-self.model.numel // self.ranks)
+        return -(-sum(self.stored_numels) // self.stage_ranks)
 
     @property
     def passes(self) -> int:
@@ -70,34 +99,50 @@ class Work:
         return self.samples * self.micro_batches_at_once
 
     @cached_property
-    def group_numels(self) -> list[int]:
+    def whole_numels(self) -> list[int]:
         """Parameters of each group in the order of the forward, the root first."""
-        return [self.model.root_numel, *self._by_group(self.model.block_numels)]
+        return [self.stage.root_numel, *self._by_group(self.stage.block_numels)]
 
-    @property
+    @cached_property
+    def stored_numels(self) -> list[int]:
+        """The same, but parameters in no matrix once for each tensor rank, which has a copy."""
+        vectors = [self.stage.root_vector_numel, *self._by_group([self.stage.vector_numel] * self.stage.layers)]
+        copies = self.tensor_ranks - 1
+        return [numel + copies * of_vectors for numel, of_vectors in zip(self.whole_numels, vectors, strict=True)]
+
+    @cached_property
+    def group_numels(self) -> list[int]:
+        """Parameters of each group that a rank gathers: its part of matrices and experts that are split."""
+        both = zip(self.stored_numels, self.group_expert_numels, strict=True)
+        return [
+            -(-(numel - experts) // self.tensor_ranks) + -(-experts // self.expert_ranks) for numel, experts in both
+        ]
+
+    @cached_property
     def group_expert_numels(self) -> list[int]:
         """Parameters of each group in routed experts, spread evenly over the groups of a block."""
-        return [0, *self._by_group(self.model.expert_numels)]
+        return [0, *self._by_group(self.stage.expert_numels)]
 
     @property
     def group_vector_numels(self) -> list[int]:
         """Parameters of each group that are in no matrix of a block; all of the root's."""
-        return [self.model.root_numel, *self._by_group([self.model.vector_numel] * self.model.layers)]
+        return [self.stage.root_numel, *self._by_group([self.stage.vector_numel] * self.stage.layers)]
 
     @property
     def group_matrix_numels(self) -> list[int]:
         """Parameters of each group in matrices of a block, without experts."""
-        parts = zip(self.group_numels, self.group_vector_numels, self.group_expert_numels, strict=True)
+        parts = zip(self.whole_numels, self.group_vector_numels, self.group_expert_numels, strict=True)
         return [numel - vectors - experts for numel, vectors, experts in parts]
 
     @property
     def group_active_numels(self) -> list[int]:
-        experts = self.model.experts
-        if experts is None:
-            return self.group_numels
-        idle = experts.count - experts.per_token
-        both = zip(self.group_numels, self.group_expert_numels, strict=True)
-        return [numel - of_experts * idle // experts.count for numel, of_experts in both]
+        """Parameters of each group with which a rank computes for each of its tokens."""
+        experts, numels = self.model.experts, self.whole_numels
+        if experts is not None:
+            idle = experts.count - experts.per_token
+            both = zip(numels, self.group_expert_numels, strict=True)
+            numels = [numel - of_experts * idle // experts.count for numel, of_experts in both]
+        return [-(-numel // self.tensor_ranks) for numel in numels]
 
     def _by_group(self, of_blocks: Sequence[int]) -> list[int]:
         parts = self.groups_per_block
@@ -110,13 +155,13 @@ class Work:
 
     @cached_property
     def group_shards(self) -> list[int]:
-        return [-(-numel // self.ranks) for numel in self.group_numels]
+        return [-(-numel // self.stage_ranks) for numel in self.stored_numels]
 
-    @property
+    @cached_property
     def gradient_itemsize(self) -> int:
         """Bytes per element of a gradient that waits for the update of a group on NVMe."""
         return spilling.gradient_itemsize(
-            ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
+            ranks=self.data_ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
 
     def left_to_forward(self, strategy: Strategy) -> list[int]:
@@ -143,12 +188,13 @@ class Work:
         spilled = {*spilling.groups_that_spill(nbytes, self.gradient_bytes_max)}
         return [waiting if group in spilled else 0 for group, waiting in enumerate(nbytes)]
 
-    @property
+    @cached_property
     def saved_bytes(self) -> list[int]:
         """Bytes that a pass saves for the backward, without the logits, by group. In the last block each micro-batch
         goes forward and back before the next one, so only one saves activations there."""
-        of_block = self.model.saved_bytes(self.samples, checkpointing=self.checkpointing) // self.groups_per_block
-        parts = self.groups_per_block
+        parts, recomputed = self.groups_per_block, self.checkpointing
+        saved = self.stage.saved_bytes(self.samples, checkpointing=recomputed, tensor_ranks=self.tensor_ranks)
+        of_block = saved // parts
         before = [self.micro_batches_at_once * of_block] * (len(self.group_numels) - 1 - parts)
         return [0, *before, *[of_block] * parts]
 
@@ -171,7 +217,7 @@ class Work:
     @property
     def head_gradient_bytes(self) -> int:
         """Gradients of a head that is tied to the embedding; all but one micro-batch's wait for the embedding's."""
-        return COMPUTE_BYTES * (self.micro_batches_at_once - 1) * self.model.tied_numel
+        return COMPUTE_BYTES * (self.micro_batches_at_once - 1) * -(-self.model.tied_numel // self.tensor_ranks)
 
     @property
     def saved_tensor_bytes(self) -> int:
@@ -184,7 +230,7 @@ class Work:
         least = max(spilling.BUFFER_BYTES_DEFAULT, align_up(spilling.BUFFER_SHARES * self.saved_tensor_bytes))
         return least if self.activation_buffer_bytes_max is None else self.activation_buffer_bytes_max
 
-    @property
+    @cached_property
     def saved_on_drive(self) -> list[int]:
         """Saved bytes that a pass writes to the drive and reads back, by group; the others stay in the buffer."""
         tensor = self.saved_tensor_bytes
@@ -201,10 +247,23 @@ class Work:
         return on_drive
 
     @property
+    def in_flight(self) -> int:
+        """Micro-batches of which the first stage has saved activations at once, between their forward and backward."""
+        return min(self.stages, self.micro_batches)
+
+    @property
+    def stretch(self) -> float:
+        """Time of a step's passes over that of its micro-batches: more than 1 as stages wait for the first and last one
+        (Narayanan et al., arXiv:2104.04473, section 2.2)."""
+        return (self.micro_batches + self.stages - 1) / self.micro_batches
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
-        return self.ranks * self.samples * self.micro_batches * self.model.seq
+        return self.data_ranks * self.samples * self.micro_batches * self.model.seq
 
     @property
     def flops(self) -> float:
-        return self.passes * self.model.flops(self.samples_at_once, checkpointing=self.checkpointing)
+        """Operations of one rank in a step."""
+        whole = self.stage.flops(self.samples_at_once, checkpointing=self.checkpointing)
+        return self.passes * whole / self.tensor_ranks

@@ -385,6 +385,30 @@ def test_where_no_two_changes_are_enough_no_advice_is_invented(capsys: pytest.Ca
             "multiple of 2048, the tokens of all ranks at once: 4096",
         ),
         (["--params", "1B", *FIGURES, "--tokens-per-step", "8192", "--accumulation", "2"], "leave --accumulation and"),
+        (["--params", "1B", *FIGURES, "--tensor-parallel", "2"], "--tensor-parallel 2 must divide the 1 ranks"),
+        (
+            ["--layers", "2", "--hidden", "96", "--heads", "3", "--preset", "dgx-h100", "--tensor-parallel", "2"],
+            "--tensor-parallel 2 must divide the 3 attention heads",
+        ),
+        (["--params", "1B", "--preset", "dgx-h100", "--expert-parallel", "2"], "the model has no experts"),
+        (
+            ["--layers", "2", "--hidden", "64", "--preset", "dgx-h100", "--pipeline-stages", "4"],
+            "the model has only 2 layers",
+        ),
+        (["--params", "1B", "--preset", "dgx-h100", "--pipeline-stages", "3"], "must divide the 8 ranks"),
+        (["--params", "1B", "--preset", "dgx-h100", "--pipeline-stages", "4"], "give --accumulation 4"),
+        (
+            ["--params", "1B", "--preset", "dgx-h100", "--pipeline-stages", "2", "--tensor-parallel", "2"],
+            "--tensor-parallel and --pipeline-stages: infinity can't combine them",
+        ),
+        (
+            ["--params", "1B", "--preset", "dgx-h100", "--pipeline-stages", "2", "--micro-batches-at-once", "2"],
+            "leave --schedule and",
+        ),
+        (
+            ["--params", "1B", "--preset", "dgx-h100", "--pipeline-stages", "2", "--durability", "step"],
+            "which infinity can't combine",
+        ),
         (["--params", "1B", *FIGURES, "--accumulation", "4", "--micro-batches-at-once", "3"], "must divide the 4"),
         (
             ["--params", "1B", "--preset", "dgx-h100", "--optimizer", "Muon", "--update", "forward"],
@@ -658,6 +682,56 @@ def test_a_mixture_moves_all_parameters_and_computes_with_active_ones(
     assert "46.7B parameters, 12.9B of them active (2 of 8 experts in 32 blocks)" in out
     section = out[out.index("On frozen weights in their files") : out.index("of one rank\n")]
     assert "does not fit" not in section and "experts: only those that a token" in section
+
+
+@pytest.mark.parametrize(
+    ("shape", "option", "key", "block", "batch"),
+    [
+        (LLAMA_2_7B, "--tensor-parallel", "autotp_size", {"tensor_parallel": {"autotp_size": 4}}, 2 * 4),
+        (
+            MIXTRAL_8X7B,
+            "--expert-parallel",
+            "autoep_size",
+            {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+            8 * 4,
+        ),
+        (LLAMA_2_7B, "--pipeline-stages", "num_stages", {}, 2 * 4),
+    ],
+)
+def test_a_split_is_reported_and_its_config_loads(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    shape: dict[str, Any],
+    option: str,
+    key: str,
+    block: dict[str, Any],
+    batch: int,
+) -> None:
+    asked = ["--hf-config", str(written(tmp_path, shape)), "--preset", "dgx-h100", option, "4", "--accumulation", "4"]
+    file = tmp_path / "train.json"
+    found = planned(capsys, *asked, "--write-config", str(file))
+    keys = ("autotp_size", "autoep_size", "num_stages")
+    assert [found[name] for name in keys] == [4 if name == key else 1 for name in keys]
+    config = json.loads(file.read_text())
+    assert {name: config[name] for name in config if name.endswith("_parallel")} == block
+    assert config["train_batch_size"] == batch and found["tokens_per_step"] == batch * found["model"]["seq"]
+    assert load_config(file).ignored == ()
+    plan(*asked)
+    assert key in capsys.readouterr().out.split("full training", maxsplit=1)[0]
+
+
+def test_experts_are_split_evenly_and_other_layers_of_a_mixture_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--hf-config", str(written(tmp_path, MIXTRAL_8X7B)), "--preset", "dgx-h100", "--nodes", "2"]
+    assert plan(*asked, "--expert-parallel", "16") == 2
+    assert "--expert-parallel 16 must divide the 8 experts of a block" in capsys.readouterr().err
+    assert plan(*asked, "--tensor-parallel", "2") == 2
+    assert "use --expert-parallel" in capsys.readouterr().err
+    grouped = LLAMA_2_7B | {"num_key_value_heads": 4}
+    asked = ["--hf-config", str(written(tmp_path, grouped)), "--preset", "dgx-h100", "--tensor-parallel", "8"]
+    assert plan(*asked) == 2
+    assert "--tensor-parallel 8 must divide the 4 key-value heads" in capsys.readouterr().err
 
 
 # Work on frozen weights

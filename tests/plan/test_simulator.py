@@ -86,6 +86,7 @@ def steps(draw: st.DrawFn) -> Step:
             read_bytes=draw(st.integers(0, group_bytes[group])),
             compute_bytes=draw(st.integers(0, 100)),
             gather_seconds=draw(seconds),
+            exchange_seconds=draw(seconds),
             compute_seconds=draw(seconds),
             reduce_seconds=draw(seconds),
             gradient_bytes=draw(st.integers(0, 100)),
@@ -120,10 +121,10 @@ def thread_of(step: Step) -> float:
 def test_no_step_is_faster_than_its_lower_bounds(step: Step, drive: DriveSpeed, link: float) -> None:
     result = simulate(step, drive, link)
     lower_bounds = [
-        sum(use.compute_seconds for use in uses_of(step)),
+        sum(use.exchange_seconds + use.compute_seconds for use in uses_of(step)),
         thread_of(step),
         drive.lower_bound_seconds(result.read_bytes, result.written_bytes),
-        sum(use.gather_seconds + use.reduce_seconds for use in uses_of(step)),
+        sum(use.gather_seconds + use.exchange_seconds + use.reduce_seconds for use in uses_of(step)),
         result.to_device_bytes / link,
         result.to_host_bytes / link,
     ]
@@ -187,6 +188,7 @@ def test_a_machine_that_is_faster_in_everything_is_faster_by_as_much(
     program = [
         item._replace(
             gather_seconds=quicker(item.gather_seconds),
+            exchange_seconds=quicker(item.exchange_seconds),
             compute_seconds=quicker(item.compute_seconds),
             reduce_seconds=quicker(item.reduce_seconds),
         )

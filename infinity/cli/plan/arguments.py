@@ -96,8 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
     group = parser.add_argument_group("training")
     add = group.add_argument
-    text = "tokens of a step, over all GPUs: choose the micro-batches, how many run at once, and where activations and "
-    text += "gradients wait, for the fastest step that fits; other options are kept"
+    text = "tokens of a step, over all GPUs: choose the micro-batches, how many run at once, where activations and "
+    text += (
+        "gradients wait, and over how many GPUs the model is split, for the fastest step that fits; other options are "
+    )
+    text += "kept"
     add("--tokens-per-step", type=checked_value(parse_count, at_least=1), metavar="COUNT", help=text)
     add_training(group, batch_size=1, schedule="horizontal", optimizers=OPTIMIZERS, cache=None)
     group.set_defaults(batch_size=None, accumulation=None, schedule=None)  # None: not given
@@ -116,6 +119,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--durability", choices=("none", "step"), default="none", help=text)
     text = "wrap each block as N groups: less memory, more collectives (default: 1)"
     add("--groups-per-block", type=count, default=1, metavar="N", help=text)
+    for name, attribute, meaning in (
+        ("tensor-parallel", "tensor_ranks", "neighbouring GPUs split each matrix, as tensor_parallel.autotp_size"),
+        (
+            "expert-parallel",
+            "expert_ranks",
+            "neighbouring GPUs share the experts of a block, as expert_parallel.autoep_size",
+        ),
+        ("pipeline-stages", "stages", "stages of a pipeline, as num_stages of PipelineModule"),
+    ):
+        add(f"--{name}", type=count, dest=attribute, metavar="N", help=f"{meaning} (default: 1)")
     text = "rank of the LoRA adapters on frozen weights in their files (default: %(default)s)"
     add("--lora", type=count, default=16, metavar="RANK", help=text)
     text = "bits of those frozen weights: 16, or 8 or 4 for the matrices of the blocks (default: from "

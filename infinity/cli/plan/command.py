@@ -21,6 +21,7 @@ from infinity.cli.training import work_from
 from infinity.errors import ConfigError
 from infinity.plan.machine import DriveSpeed, Machine
 from infinity.plan.search import fastest_lora_work, fastest_work
+from infinity.plan.splits import OPTIONS, problem_of, splits_of
 from infinity.plan.transformer import Transformer
 from infinity.plan.work import Work
 from infinity.schedule.timeline import trace_events
@@ -120,12 +121,19 @@ def _case(asked: argparse.Namespace) -> Case:
         activations=asked.offload_activations or "none",
         activation_buffer_bytes_max=asked.activation_buffer,
         durable=asked.durability == "step",
+        **{name: getattr(asked, name) or 1 for name in OPTIONS},
     )
+    if (problem := problem_of(work)) is not None:
+        raise ConfigError(problem)
+    if asked.tokens_per_step is None and work.micro_batches < work.stages:
+        raise ConfigError(
+            f"--pipeline-stages {work.stages} needs as many micro-batches: give --accumulation {work.stages}"
+        )
     cache_bytes = asked.cache if asked.pinned_bytes_max is None else asked.cache or 0
     pool_bytes = _pool_bytes(asked, work)
     if asked.tokens_per_step is not None:
-        sequences = _sequences_of_rank(asked, work)
-        how: dict[str, Any] = {"sequences": sequences, "left_open": searched}
+        least = min(split.tokens * split.stages for split in splits_of(work, machine, searched))
+        how: dict[str, Any] = {"sequences": _sequences(asked.tokens_per_step, least, model), "left_open": searched}
         how |= {"pinned_bytes": pool_bytes, "cache_bytes": cache_bytes}
         lora_work = fastest_lora_work(work, machine, lora_rank=asked.lora, base_bits=base_bits(asked), **how)
         work = fastest_work(work, machine, **how)
@@ -145,20 +153,20 @@ def _left_open(asked: argparse.Namespace) -> set[str]:
         "checkpointing": True if asked.no_checkpointing else None,
         "activations": asked.offload_activations,
         "gradient_bytes_max": asked.gradient_memory,
+        **{name: getattr(asked, name) for name in OPTIONS},
     }
     return {name for name, value in given.items() if value is None}
 
 
-def _sequences_of_rank(asked: argparse.Namespace, work: Work) -> int:
-    tokens = asked.tokens_per_step
-    least = work.tokens  # of the micro-batches that were given, or of one sequence
+def _sequences(tokens: int, least: int, model: Transformer) -> int:
+    """Return the sequences of a step. least: tokens of the micro-batches that were given, or of a sequence, of all ranks."""
     if tokens % least:
         nearest = [count * least for count in (tokens // least, tokens // least + 1) if count]
         raise ConfigError(
             f"--tokens-per-step {tokens} must be a multiple of {least}, the tokens of all ranks at once: "
             f"{' or '.join(map(str, nearest))}"
         )
-    return int(tokens // (work.ranks * work.model.seq))
+    return tokens // model.seq
 
 
 def _pool_bytes(asked: argparse.Namespace, work: Work) -> int | None:

@@ -111,6 +111,8 @@ class _Reader:
             sparse.vector_numel,
             sparse.matrices if experts is None else dense.matrices,
             vocab * self._hidden if tied else 0,
+            self._hidden + learned_positions,
+            self._number("num_key_value_heads", default=self._heads),
         )
 
     def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:

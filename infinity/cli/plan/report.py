@@ -109,8 +109,17 @@ def _about(plan: Plan) -> str:
     return (
         f"[bold]{format_count(model.numel)} parameters[/]{active}: {model.layers} blocks, hidden size "
         f"{model.hidden}, vocabulary {model.vocab}; {_passing(work)}{gradients}\n[bold]{escape(machine.name)}[/]: {ranks}, "
-        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s each"
+        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s each{_split(work)}"
     )
+
+
+def _split(work: Work) -> str:
+    words = {
+        "tensor_ranks": "neighbours split each matrix (tensor_parallel.autotp_size)",
+        "expert_ranks": "neighbours share the experts of a block (expert_parallel.autoep_size)",
+        "stages": "stages of a pipeline (num_stages of PipelineModule)",
+    }
+    return "".join(f"; {getattr(work, name)} {text}" for name, text in words.items() if getattr(work, name) > 1)
 
 
 def _passing(work: Work) -> str:
@@ -305,6 +314,9 @@ def as_json(told: Answer, nvme_path: str) -> dict[str, Any]:
         **_values(work, "activation_host_bytes_max activation_buffer_bytes"),
         **_values(work.scheme, "master_weights update speculative moments"),
         "durability": "step" if work.durable else "none",
+        "autotp_size": work.tensor_ranks,
+        "autoep_size": work.expert_ranks,
+        "num_stages": work.stages,
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,

@@ -19,7 +19,7 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
     for block in (zero["offload_param"], zero["offload_optimizer"]):
         block |= {"nvme_path": nvme_path} if block["device"] == "nvme" else {}
     config: dict[str, Any] = {
-        "train_batch_size": work.ranks * work.samples * work.micro_batches,
+        "train_batch_size": work.data_ranks * work.samples * work.micro_batches,
         "train_micro_batch_size_per_gpu": work.samples,
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": 1.0 if work.clipping else 0.0,
@@ -27,6 +27,10 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         "optimizer": _MUON if work.muon else _OPTIMIZERS[int(work.scheme.moments)],
         "zero_optimization": zero,
     }
+    if work.tensor_ranks > 1:
+        config["tensor_parallel"] = {"autotp_size": work.tensor_ranks}
+    if work.expert_ranks > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": work.expert_ranks}
     options: dict[str, Any] = {}
     if strategy.uses_nvme:
         zero["sub_group_size"] = plan.pipeline.sub_group_numel
