@@ -14,10 +14,14 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from two_dimensions import Outcome, config, differences, whole
 
 import infinity
+from infinity.cli.plan.hf_config import read_hf_config
+from infinity.fsdp2.placements import part_of
+from infinity.plan.work import Work
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -63,6 +67,7 @@ def run(
     experts: int = 1,
     update: str = "backward",
     checkpoint: Path | None = None,
+    planned: PretrainedConfig | None = None,
     **arguments: Any,
 ) -> Outcome:
     settings = config(folder, update, 0.5) | {"bf16": {"enabled": False}}
@@ -73,6 +78,8 @@ def run(
         settings["zero_optimization"] = {"stage": 3}
     engine, *_ = infinity.initialize(model=model, config=settings, **arguments)
     with engine:
+        if planned is not None:
+            check_planned(engine.module, planned, folder, tensor_ranks=split, expert_ranks=experts)
         if engine.swap is not None and "weights" in arguments:
             names = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
             columns = [name for name in names if split > 1 and ("o_proj" in name or "down_proj" in name)]
@@ -87,6 +94,18 @@ def run(
         if checkpoint is not None:
             engine.save_checkpoint(checkpoint)
         return losses, {name: values.clone() for name, values in whole(engine.module).items()}
+
+
+def check_planned(model: nn.Module, of: PretrainedConfig, folder: str, **split: int) -> None:
+    """The planner counts the elements that all ranks have together, and those that a rank gathers."""
+    file = Path(folder) / f"config of rank {dist.get_rank()}.json"
+    file.write_text(of.to_json_string(use_diff=False))
+    work = Work(read_hf_config(file, seq=9), ranks=4, **split)  # type: ignore[arg-type]
+    file.unlink()
+    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+    held = torch.tensor(sum(p._local_tensor.numel() for p in parameters))
+    dist.all_reduce(held)
+    assert (held, sum(part_of(p)[0].numel() for p in parameters)) == (sum(work.stored_numels), sum(work.group_numels))
 
 
 def check_alone(model: nn.Module, got: Outcome) -> None:
@@ -148,7 +167,7 @@ def own_experts(folder: str) -> None:
         for experts, update in ((2, "backward"), (4, "forward")):
             expected = run(build(of), folder, offloaded=False, split=1, experts=experts)
             torch.testing.assert_close(alone[0], expected[0], rtol=1e-5, atol=1e-5)
-            got = run(build(of), folder, offloaded=True, split=1, experts=experts, update=update)
+            got = run(build(of), folder, offloaded=True, split=1, experts=experts, update=update, planned=of)
             assert not (wrong := differences(expected, got)), (name, experts, wrong)
         print(f"rank {dist.get_rank()}, {name}: equal", flush=True)
 
@@ -213,7 +232,8 @@ if __name__ == "__main__":
         for name, of in MODELS.items():
             expected = run(build(of), sys.argv[1], offloaded=False)
             check_alone(build(of), expected)
-            assert not (wrong := differences(expected, run(build(of), sys.argv[1], offloaded=True))), (name, wrong)
+            got = run(build(of), sys.argv[1], offloaded=True, planned=of)
+            assert not (wrong := differences(expected, got)), (name, wrong)
             print(f"rank {dist.get_rank()}, {name}: equal", flush=True)
     else:
         refuse_experts(sys.argv[1])
