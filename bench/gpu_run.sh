@@ -43,7 +43,7 @@ part() {  # part NAME LIMIT COMMAND...: runs it, says how it went
 }
 : >"$out/summary.txt"
 
-# The machine's own Python and torch are used as they are; what is missing beside them goes into a folder of this run.
+# The machine's own Python and torch are used as they are; missing packages go into a folder of this run.
 export INFINITY_ANY_TORCH=1
 export PYTHONPATH=$PWD:$out/site${PYTHONPATH:+:$PYTHONPATH}
 if [ -n "$wheels" ]; then

@@ -203,6 +203,6 @@ def test_setting_up_says_that_it_is_at_work(
 
     monkeypatch.setattr(setup, "PROGRESS_SECONDS", 0.05)
     setup.run(["sleep", "0.2"], "it fails")
-    assert "setup: ... 0 s, and goes on" in capsys.readouterr().out
+    assert "setup: ... 0 s, still at work" in capsys.readouterr().out
     with pytest.raises(setup.SetupError, match="it fails"):
         setup.run(["false"], "it fails")

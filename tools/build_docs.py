@@ -42,7 +42,7 @@ PAGES = (
 )
 PICTURE_PAGE = "docs/timeline.md"
 PICTURE_HERE = "<!-- On the site that `make docs` builds, a picture of a step stands here. -->"
-# Few tokens, so that the drive has something to show beside the compute of a small machine.
+# Few tokens, so that the compute of a small machine does not hide the drive.
 STEP = ("--batch-size", "4", "--seq", "64", "--warmup", "1", "--steps", "1", "--clipping", "0")
 
 
@@ -129,7 +129,7 @@ def take_step(params: str, nvme_path: Path, trace: Path) -> dict[str, Any]:
 
 
 def put_picture(pages: Path, taken: dict[str, Any]) -> None:
-    """Draw the traced step beside the page on timelines, and show it there with where it was taken."""
+    """Draw the traced step next to the page on timelines; show it there with its machine."""
     page = pages / PICTURE_PAGE
     text = page.read_text()
     if text.count(PICTURE_HERE) != 1:

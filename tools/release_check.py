@@ -71,7 +71,7 @@ def say(how: str, *lines: str) -> None:
 
 
 def command(*words: str) -> Callable[[], None]:
-    """A check that a command exits with 0. What it printed last is told where it doesn't."""
+    """Return a check that a command exits with 0; its failure shows the last lines of output."""
 
     def run() -> None:
         done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

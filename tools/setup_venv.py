@@ -16,8 +16,8 @@ Needs nothing but a Python of 3.10 or newer and its standard library. The steps,
 it starts: found there at the next start, it was interrupted, and what it left half done is cleared away first.
 
 [Note: Which torch] A torch that the venv already has stays, if infinity is tested on it: 2.13 to 2.15. If instead the
-Python that the venv is made with has one, the venv is made to see it: nobody wants a second copy of several GB, nor
-another build than the one their machine was set up with. Otherwise one is installed:
+Python that the venv is made with has one, the venv is made to see it. That saves a second copy of several GB, and keeps
+the build that the machine was set up with. Otherwise one is installed:
   - with an NVIDIA GPU: the newest of these from the package index, which comes with CUDA;
   - without: the CPU build. It is known by its local version, 2.13.0+cpu, which only the index of CPU builds carries (or
     a wheel at hand); asking for exactly that version makes sure that pip cannot prefer the CUDA build of the same
@@ -85,7 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Bring .venv up to date with this checkout.")
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help="optional dependencies to install too")
     parser.add_argument(
-        "--this-python", action="store_true", help="make .venv anew if it has another Python than this one"
+        "--this-python", action="store_true", help="recreate .venv if it has another Python than this one"
     )
     options = parser.parse_args()
     if sys.version_info < PYTHON_OLDEST:
@@ -102,7 +102,7 @@ def main() -> int:
     except SetupError as error:
         return fail(str(error))
     except KeyboardInterrupt:
-        print("\nsetup: interrupted; the next make setup goes on from here", file=sys.stderr)
+        print("\nsetup: interrupted; the next make setup continues from here", file=sys.stderr)
         return 130
     if did:
         say(f"ready in {time.monotonic() - started:.0f} s; activate with . .venv/bin/activate")
@@ -166,24 +166,24 @@ def set_up(extras: list[str], this_python: bool) -> bool:
 
 def open_venv(this_python: bool) -> None:
     """Keep the .venv that is there if it serves, else make one."""
-    why_anew = None
+    reason = None
     if VENV.exists():
         stamp = Stamp.load()
         if stamp.interrupted == "venv":
-            why_anew = "was left half made"
+            reason = "was left half made"
         elif stamp.root is not None and stamp.root != str(ROOT):
-            why_anew = f"was made for {stamp.root}"
+            reason = f"was made for {stamp.root}"
         elif not VENV_PYTHON.exists() or not works([str(VENV_PYTHON), "-c", ""]):
-            why_anew = "has no Python that runs"
+            reason = "has no Python that runs"
         elif this_python and ask_venv()["version"] != sys.version.split()[0]:
-            why_anew = f"has Python {ask_venv()['version']}, not {sys.version.split()[0]}"
-        if why_anew is None:
+            reason = f"has Python {ask_venv()['version']}, not {sys.version.split()[0]}"
+        if reason is None:
             if stamp.root is None:
                 adopt_venv(stamp)
             return
         if stamp.root is None and any(VENV.iterdir()):
-            raise SetupError(f".venv {why_anew} and was not made by make setup: remove it and run make setup again")
-        say(f".venv {why_anew}: making it anew")
+            raise SetupError(f".venv {reason} and was not made by make setup: remove it and run make setup again")
+        say(f".venv {reason}: recreating it")
         shutil.rmtree(VENV)
     make_venv()
 
@@ -486,7 +486,7 @@ PIP_ENVIRONMENT = {
 def pip(*arguments: str) -> None:
     run(
         [str(VENV_PYTHON), "-m", "pip", "-qq", *arguments],
-        "pip failed; its reason stands above. Is the package index within reach? make setup again goes on from here",
+        "pip failed; its reason stands above. Is the package index within reach? make setup continues from here",
         PIP_ENVIRONMENT,
     )
 
@@ -511,7 +511,7 @@ def works(
             try:
                 return process.wait(PROGRESS_SECONDS) == 0
             except subprocess.TimeoutExpired:
-                say(f"... {time.monotonic() - began:.0f} s, and goes on")
+                say(f"... {time.monotonic() - began:.0f} s, still at work")
 
 
 def is_inside(path: Path, folder: Path) -> bool:

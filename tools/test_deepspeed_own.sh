@@ -23,7 +23,7 @@ done
 if ! .venv-deepspeed/bin/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     export DS_ACCELERATOR=cpu
 fi
-export DS_TEST_USE_INSTALLED_DEEPSPEED=1 # the installed package, not the checkout beside its tests
+export DS_TEST_USE_INSTALLED_DEEPSPEED=1 # the installed package, not the checkout that holds its tests
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$root/.venv-deepspeed/extensions}
 export PATH=$root/.venv-deepspeed/bin:$PATH PYTHONPATH=$root/tools/deepspeed_own${PYTHONPATH:+:$PYTHONPATH}
 cd "$checkout/tests"

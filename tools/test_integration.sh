@@ -54,7 +54,7 @@ PYTHON
 }
 
 python=.venv-$name/bin/python
-export PYTHONDONTWRITEBYTECODE= # what is imported is compiled once, at its first import
+export PYTHONDONTWRITEBYTECODE= # compile modules once, at their first import
 make --no-print-directory setup-test
 [[ -e .venv-$name/.complete ]] || make_venv
 if [[ ! -e .venv-$name/bin/torchrun ]]; then # that of .venv starts .venv's Python
@@ -66,5 +66,5 @@ if [[ $name == deepspeed ]]; then
     rm -f "$PWD/.venv-$name/extensions"/*/lock # of a build that was killed: torch would wait for it for ever
     export PATH=$PWD/.venv-$name/bin:$PATH # ninja, with which DeepSpeed compiles, and its commands
 fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are tiny, and other jobs may run beside this one
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are tiny, and other jobs may run at the same time
 exec "$python" -m pytest "${tests[@]}" "$@"

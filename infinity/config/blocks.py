@@ -317,7 +317,7 @@ class WandbConfig(Block):
 
 
 class CometConfig(Block):
-    """A monitor: an experiment at Comet. Needs the package comet_ml; what is absent is left to Comet's own configuration."""
+    """A monitor: an experiment at Comet. Needs the package comet_ml; Comet's own configuration fills absent keys."""
 
     enabled: rules.Flag = False
     """Whether steps are logged there, by rank 0."""

@@ -179,7 +179,7 @@ class Config(Block):
 
         `caller` fills an "auto" by the name of its key (`lr=3e-4`), or of its block and key where several blocks have
         such a key (`offload_param_device="cpu"`; `bf16=True` for `bf16.enabled`); None counts as not given.
-        `hidden_size` (elements) gives the bucket sizes that the caller does not. What nobody fills keeps its default.
+        `hidden_size` (elements) gives the bucket sizes that the caller does not. An "auto" that neither fills keeps its default.
 
         Raises ConfigError when the batch sizes contradict each other or the filled values break a rule, and when
         `caller` has a name that belongs to no key.
@@ -248,7 +248,7 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
     if config.infinity.keep_grad and config.infinity.gradient_bytes_max != "auto":
         yield (
             f"infinity.keep_grad: got true with infinity.gradient_bytes_max {config.infinity.gradient_bytes_max}, beyond which "
-            'gradients wait on NVMe, where nobody can look at them; set that to "auto", or this to false'
+            'gradients wait on NVMe and are not readable; set that to "auto", or this to false'
         )
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
@@ -318,7 +318,7 @@ def _find_activation_contradictions(config: Config) -> Iterator[str]:
         yield f'{path}: got "nvme" without a place on NVMe; set zero_optimization.offload_param.nvme_path'
     elif not config.uses_nvme:
         yield (
-            f'{path}: got "nvme" while nothing rests on NVMe, so there are no drives to keep activations on; set '
+            f'{path}: got "nvme" while no parameters or optimizer state are on NVMe, so no drive is open for activations; set '
             "zero_optimization.offload_param or offload_optimizer to nvme, or this to cpu"
         )
     if config.activation_checkpointing.cpu_checkpointing:

@@ -28,7 +28,7 @@ if nodes changed places, or on the other drives, if the first is not mounted. A 
 overwrite the first. So with its first record a rank notes on each of its other drives that they hold a part of commits; a new
 start looks for such notes, and for records of other ranks (`others`).
 
-[Note: Nobody else's writes]
+[Note: Writes of a killed process]
 The lock of a rank (flock) ends with its process. Writes of a killed process that the kernel has accepted may end later. So the
 arena file is locked too, through the open file that such writes keep alive.
 """
@@ -100,7 +100,7 @@ class DurableFolder(Folder):
             except IoError as error:
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK) or time.monotonic() > deadline:
                     raise
-                time.sleep(0.1)  # see [Note: Nobody else's writes]
+                time.sleep(0.1)  # see [Note: Writes of a killed process]
 
     def check_in_place(self, arena: str) -> None:
         """Raise CheckpointError where the arena, or the note that it is `arena`, no longer has its name, as after `rm` or `mv`:
@@ -279,9 +279,9 @@ class DurableRun:
     def give_up(self) -> None:
         """Close, and remove what this start has created, since it failed. All that is committed stays."""
         committed = any(self._slot(slot).exists() for slot in range(_SLOTS)) if self.folders else False
-        anew = self.resumed is None and self.launch != "" and not committed
+        created = self.resumed is None and self.launch != "" and not committed
         for folder in self.folders:
-            folder.give_up(self.arena if anew else None)
+            folder.give_up(self.arena if created else None)
 
     def _slot(self, sequence: int) -> Path:
         return self.folders[0].file(f"commit-{sequence % _SLOTS}")
@@ -319,7 +319,7 @@ class DurableRun:
                 if (noted["drive"], noted["drives"]) != (number, len(self.folders)):
                     raise CheckpointError(
                         f"{folder.path} is drive {noted['drive'] + 1} of the {noted['drives']} of a run: name all of its paths "
-                        "in nvme_path, in the order in which they were, or remove the folder to start anew"
+                        "in nvme_path, in the order in which they were, or remove the folder to start from scratch"
                     )
 
     def _check_arena(self, record: Record) -> None:
@@ -347,7 +347,7 @@ class DurableRun:
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 _COMMITTED = "committed"
 _LAUNCH = "launch"
-_ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove the folder to start anew"
+_ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove the folder to start from scratch"
 
 
 def _noted(path: Path) -> dict[str, Any]:
