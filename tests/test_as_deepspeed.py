@@ -160,7 +160,7 @@ def test_gathered_parameters_are_read_and_set_through_their_modules(where: str, 
         with gathered(model.parameters()) as full:
             assert [type(p) for p in full] == [nn.Parameter] * 6
             state = {name: value.clone() for name, value in model.state_dict().items()}
-            model.first.weight.data.fill_(7.0)  # forgotten: nobody was named whose changes count
+            model.first.weight.data.fill_(7.0)  # lost: modifier_rank is not given
         assert state.keys() == before.keys()
         assert all(torch.equal(state[name], before[name]) for name in before)
         with gathered(model.first.weight, modifier_rank=0):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The part of the house that a module belongs to is the name after `infinity.`: a folder, or a file on the ground floor; or a
 # folder within a folder that is named here.
 FLOORS: dict[str, int] = {
-    "infinity_offload": 18,  # a file beside the house, through which the commands go in
+    "infinity_offload": 18,  # a module outside the package, the entry point of the commands
     "cli": 17,
     "__main__": 17,
     "integrations": 16,
@@ -238,7 +238,7 @@ def dead_modules(tree: Tree) -> list[str]:
             starts |= {module for module in modules if module}
     alive = tree.reachable(starts)
     return [
-        f"{tree.where(name, 1)}: nobody imports {name}, and it is no entry point"
+        f"{tree.where(name, 1)}: {name} is neither imported nor an entry point"
         for name in tree.files
         if name not in alive
     ]
@@ -431,7 +431,7 @@ def test_checker_catches_dead_modules_that_know_each_other(sound_tree: Path) -> 
 
 
 def test_checker_catches_binary_files_and_paths_of_a_machine(tmp_path: Path) -> None:
-    home = "/".join(["", "home", "somebody", "data"])
+    home = "/".join(["", "home", "someone", "data"])
     write(tmp_path, {"a.py": f"PATH = '{home}'\n", "b.md": f"https://example.org{home}, /dev/nvme0n1, /mnt/nvme\n"})
     (tmp_path / "c.bin").write_bytes(b"\x7fELF\0\1")
     (tmp_path / "d.png").write_bytes(b"\x89PNG\r\n")

@@ -1,4 +1,4 @@
-"""`import infinity` beside other things of that name: who is found, and what is said."""
+"""`import infinity` when other modules have that name: the one that is found, and the error."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 def written(tmp_path: Path):  # type: ignore[no-untyped-def]
     def write(text: str) -> Path:
         (tmp_path / "script.py").write_text(text)
-        (tmp_path / "beside.py").write_text("VALUE = 'imported'")
+        (tmp_path / "sibling.py").write_text("VALUE = 'imported'")
         return tmp_path / "script.py"
 
     return write
@@ -22,9 +22,9 @@ def written(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def test_a_program_finds_what_python_would_give_it(written, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     script = written(
-        "import atexit, beside, os, sys\n"
+        "import atexit, sibling, os, sys\n"
         "atexit.register(print, 'at the end')\n"
-        "print(__name__, sys.argv, os.getcwd(), os.environ['GIVEN'], beside.VALUE, sys.stdin.read())\n"
+        "print(__name__, sys.argv, os.getcwd(), os.environ['GIVEN'], sibling.VALUE, sys.stdin.read())\n"
         "sys.exit('in words')\n"
     )
     done = launch.program(script, "--one", cwd=tmp_path, environment={**os.environ, "GIVEN": "5"})

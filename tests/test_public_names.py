@@ -1,4 +1,4 @@
-"""The public names: each is there, and none is loaded before somebody uses it."""
+"""The public names: each exists, and none is loaded before its first use."""
 
 from __future__ import annotations
 

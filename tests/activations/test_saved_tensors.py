@@ -190,7 +190,7 @@ def test_a_forward_that_fails_leaves_nothing(bench: Bench) -> None:
 
 
 class LateLanding:
-    """A copy that has ended when somebody waits for it, and not before."""
+    """A copy that ends when it is waited for, and not before."""
 
     def __init__(self) -> None:
         self.waited = False

@@ -1,4 +1,4 @@
-"""What is read is what was written, or the read fails: through the Python face, on files of one drive and of several."""
+"""A read returns the bytes that were written, or fails: through the Python API, on files of one drive and of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of arenas: the state of the instant of the save, however training goes on while it is copied."""
+"""Checkpoints of arenas: the state at the instant of the save, while training continues during the copy."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def train(engine: infinity.Engine, stop: int) -> list[list[float]]:
 
 
 class Slow:
-    """Holds every copying up before its first piece, until `go`; or lets one piece go each time that somebody waits."""
+    """Holds every copying up before its first piece, until `go`; or lets one piece go at each wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may = threading.Event()
@@ -535,7 +535,7 @@ def test_clones_take_the_place_of_copies_where_blocks_can_be_shared(
 def test_a_forged_record_is_read_or_refused_in_words(
     saved: tuple[Path, Any], data: st.DataObject, tmp_path: Path
 ) -> None:
-    """Whoever writes a record can write its hash, and the manifest, too."""
+    """An attacker who writes a record can write its hash and the manifest, too."""
     record = parse_record((saved[0] / "one" / "rank0.record").read_bytes())
     place = record.layout
     kind = data.draw(st.sampled_from(["parameters", "sub_groups", "shards", "dtype", "ties"]))

@@ -1,4 +1,4 @@
-"""What durable steps promise: a training that was broken off goes on from its last committed step, bit for bit."""
+"""What durable steps promise: an interrupted training resumes from its last committed step, bit for bit."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_space_that_is_checked_for_is_the_space_that_is_taken(
     monkeypatch.setattr(run_folder, "free_bytes", lambda path: needed_bytes - 1)
     with pytest.raises(infinity.StoreError, match="free 1 B more"):
         make(nvme_path / "less", Case())
-    assert not list((nvme_path / "less").iterdir())  # nobody would look for what a refused start leaves
+    assert not list((nvme_path / "less").iterdir())  # a rejected start leaves no files
 
 
 def test_a_start_that_fails_leaves_what_an_earlier_one_committed(
@@ -339,7 +339,7 @@ def test_what_all_have_committed_is_not_written_over_where_another_rank_fails_af
             patch.setattr("infinity.checkpoint.commits.raise_on_all_ranks", another_fails)
             with pytest.raises(infinity.StoreError, match="rank 1"):
                 engine.commit()
-        with torch.no_grad():  # goes on all the same
+        with torch.no_grad():  # continues all the same
             for parameter in engine.module.parameters():
                 parameter.zero_()
         raise Crash

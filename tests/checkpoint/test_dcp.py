@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved is what goes on, whoever saved it; a wrong one is refused in words."""
+"""Checkpoints: a resume has the saved state, from any engine; a wrong one is rejected with an error."""
 
 from __future__ import annotations
 
@@ -539,7 +539,7 @@ def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
     def watch(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if path.suffix != ".distcp":
-            synced.append(f"{path.relative_to(tmp_path)} beside {sorted(f.name for f in tmp_path.iterdir())}")
+            synced.append(f"{path.relative_to(tmp_path)} among {sorted(f.name for f in tmp_path.iterdir())}")
         fsync(descriptor)
 
     with engine_for(nvme_path) as engine:
@@ -547,13 +547,13 @@ def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
         engine.save_checkpoint(tmp_path, tag="one")
     (work,) = {line.split("/")[0] for line in synced if line.startswith(".infinity")}
     assert synced == [
-        f"{work}/new/.metadata.tmp beside ['{work}']",
-        f"{work}/new/rank0.pt beside ['{work}']",
-        f"{work}/new/manifest.json beside ['{work}']",
-        f"{work}/new beside ['{work}']",
-        f"{work}/latest beside ['{work}']",
-        f". beside ['{work}', 'one']",
-        f". beside ['{work}', 'latest', 'one']",
+        f"{work}/new/.metadata.tmp among ['{work}']",
+        f"{work}/new/rank0.pt among ['{work}']",
+        f"{work}/new/manifest.json among ['{work}']",
+        f"{work}/new among ['{work}']",
+        f"{work}/latest among ['{work}']",
+        f". among ['{work}', 'one']",
+        f". among ['{work}', 'latest', 'one']",
     ]
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints as infinity's: bit for bit, and training goes on from them as it would have."""
+"""DeepSpeed's checkpoints as infinity's: bit for bit, and training resumes from them unchanged."""
 
 from __future__ import annotations
 

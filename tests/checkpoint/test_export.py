@@ -1,4 +1,4 @@
-"""Arena checkpoints as those of torch.distributed.checkpoint, from which stock FSDP2 + AdamW goes on bit for bit."""
+"""Arena checkpoints as those of torch.distributed.checkpoint, from which stock FSDP2 + AdamW resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ FIRST, SECOND = {(1, OF_RUN): 1}, {(2, OF_RUN): 2}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "began", "damaged", "resume", "anew"),
+    ("ours", "theirs", "began", "damaged", "resume", "restarted"),
     [
         (FIRST, {}, OF_RUN, [], True, True),
         (FIRST, {}, OF_RUN, [], "must", False),
@@ -193,14 +193,14 @@ def test_a_first_commit_that_was_never_made_by_all_is_none(
     began: str | None,
     damaged: list[str],
     resume: Any,
-    anew: bool,
+    restarted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = SimpleNamespace(records={}, damaged=[], others=[], began_without_commit=None, where="here")
     mine = commits._Commits(ours, [], [], None, OF_RUN, "here", resume == "must")
     other = commits._Commits(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
     monkeypatch.setattr(commits, "from_all_ranks", lambda _: [mine, other])
-    if anew:
+    if restarted:
         assert commits._agree(run, resume) == (None, OF_RUN)  # type: ignore[arg-type]
     else:
         with pytest.raises(infinity.CheckpointError, match="no committed step that all ranks"):

@@ -53,7 +53,7 @@ def test_commands_are_alike(command: str, tmp_path: Path, capsys: pytest.Capture
     for said in ("PATH", "--json FILE", f"examples:\n  infinity-bench {command} /local_nvme", "exit code: 0"):
         assert said in shown
     assert "--nvme-path" not in shown
-    # What can't be written is refused before the work, whoever runs it: a file as the folder, a link to nowhere.
+    # Unwritable output is rejected before the work, for root too: a file as the folder, a link to nowhere.
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "result.json")
     model = ["--params", "1M"] if command in ("plan", "step") else []

@@ -45,8 +45,8 @@ def paged(seconds: float, *, read: int = 14 * NUMEL, moved: int = 14 * NUMEL) ->
 
 
 def rows(plain: float | None, ours: list[float], **bytes_read: int) -> list[dict[str, Any]]:
-    beside = {} if plain is None else {"torch": measured(plain)}
-    return [{**beside, "memory": measured(50.0), "auto": paged(took, **bytes_read)} for took in ours]
+    reference = {} if plain is None else {"torch": measured(plain)}
+    return [{**reference, "memory": measured(50.0), "auto": paged(took, **bytes_read)} for took in ours]
 
 
 @pytest.mark.parametrize(("plain", "bound", "over"), [(2.0, 2.0, 5.0), (0.1, 0.65, 10 / 0.65), (None, 0.65, 10 / 0.65)])

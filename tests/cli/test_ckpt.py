@@ -288,7 +288,7 @@ COMMANDS = ("info", "verify", "consolidate", "export")
 def test_whatever_is_in_a_checkpoint_a_command_ends_in_words(
     saved: tuple[Path, Any], data: st.DataObject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes of a file are changed, or it is cut; and its hash in the manifest is made right, as whoever writes one can."""
+    """Bytes of a file are changed, or it is cut; and its hash in the manifest is corrected, as an attacker could."""
     folder = saved[0] / data.draw(st.sampled_from(["last", "arenas/last"]))
     manifest = load_manifest(folder)
     assert manifest is not None

@@ -125,7 +125,7 @@ def test_a_path_that_does_not_exist_fails_and_is_not_made(tmp_path: Path) -> Non
     assert report["works"] is False
     (reason,) = report["reasons"]
     assert reason.endswith("there does not exist")
-    assert report["sections"]["drive"]["mount_point"], "the drive of the nearest folder is told anyway"
+    assert report["sections"]["drive"]["mount_point"], "the drive of the nearest folder is named anyway"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -324,7 +324,7 @@ def test_a_check_that_stumbles_does_not_hide_the_others(run_main: RunMain, monke
     assert finding["mark"] == "warn"
     assert "ValueError: what is this" in finding["text"]
     monkeypatch.setattr(doctor_command, "check_path", stumble)
-    assert run_main()[0] == 1, "where the path could not be looked at, nobody knows that training works"
+    assert run_main()[0] == 1, "an unchecked path is no proof that training works"
 
 
 # The checks, on what other machines say

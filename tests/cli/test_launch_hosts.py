@@ -90,7 +90,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(hostfile: Callable[[str], str]
         ("slots=2", ", line 1", "not a host name"),
         ("-oProxyCommand=x slots=2", ", line 1", "not a host name"),
         *[(f"a{c}b slots=2", ", line 1", "not a host name") for c in "\0`;$&|<'\\"],
-        ("# nobody\n", "", "has no host"),
+        ("# no hosts\n", "", "has no host"),
         ("", "", "has no host"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How our programs end where nobody reads what they print, or what they print can't be written."""
+"""How our programs end if their output has no reader, or can't be written."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def rounds_of(seconds: list[float], plain: list[float | None], *, read: int = 14
     rates = {Workload.READ: 200.0 * MIB, Workload.WRITE: 500.0 * MIB, Workload.MIXED: 260.0 * MIB}
     used = {"cpu_seconds": 1.0, "minor_faults": 7, "read_bytes": read, "written_bytes": 120 * MIB, "stall_seconds": 0.0}
     steps = [None if took is None else PlainStep(took, Usage(0.5, 3), 9) for took in plain]
-    return [Round({"seconds": took, **used}, beside, rates) for took, beside in zip(seconds, steps, strict=True)]
+    return [Round({"seconds": took, **used}, plain, rates) for took, plain in zip(seconds, steps, strict=True)]
 
 
 PLANNED: dict[str, Any] = {"planned_bytes": (140 * MIB, 120 * MIB), "numel": 10 * MIB, "backend": "threads"}

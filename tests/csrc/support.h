@@ -47,7 +47,7 @@ class TemporaryPath {
   std::string path_;
 };
 
-// How many seeds a test of chance draws: a thousand and more where somebody asks for them.
+// Number of seeds of a random test: a thousand and more on request.
 inline uint64_t campaign_seeds(uint64_t usual) {
   const char* asked = std::getenv("INFINITY_FAULT_SEEDS");
   return asked != nullptr ? std::strtoull(asked, nullptr, 10) : usual;

@@ -21,7 +21,7 @@ def test_checksums_are_the_same_by_the_instruction_of_arm(tmp_path: Path) -> Non
             pytest.skip(f"{needed} isn't installed (Debian: g++-aarch64-linux-gnu, qemu-user)")
     if not DOCTEST.is_dir():
         pytest.skip("the header doctest/doctest.h isn't installed (Debian: doctest-dev)")
-    (tmp_path / "doctest").symlink_to(DOCTEST)  # alone: the other headers beside it are this machine's
+    (tmp_path / "doctest").symlink_to(DOCTEST)  # alone: the other headers in that folder are this machine's
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-static"]
     places = [f"-I{sanitized.CSRC}", f"-isystem{tmp_path}"]
     program = tmp_path / "program"

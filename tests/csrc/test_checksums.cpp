@@ -1,4 +1,4 @@
-// What is read is what was written, or the read fails: on real files over every backend, and on a drive that lies.
+// A read returns the bytes that were written, or fails: on real files over every backend, and on a drive that lies.
 #include "aio/checksums.h"
 
 #include "support.h"
@@ -85,7 +85,7 @@ struct CheckedFake {
 
 }  // namespace
 
-TEST_CASE("the table keeps what it was told, over the borders of its chunks, and knows what nobody told it") {
+TEST_CASE("the table keeps its entries across chunk borders, and knows which are missing") {
   constexpr int64_t kChunk = 64 * kMiB;
   for (auto unwritten : {Unwritten::kZeros, Unwritten::kUnknown, Unwritten::kFirstRead}) {
     Checksums table(unwritten);
@@ -167,7 +167,7 @@ TEST_CASE("who has asked for it verifies what was read, and says what is written
     std::vector<PageSum> sums(16);
     sum_pages(machine.slab->data(), sums.size(), sums.data());
     move(Operation::kWrite);
-    CHECK(volume.checksums(8192, 64 * kKiB) == std::vector<PageSum>(16, kZeros));  // nobody has said anything
+    CHECK(volume.checksums(8192, 64 * kKiB) == std::vector<PageSum>(16, kZeros));  // no entry yet
     CHECK(machine.read(8192, 64 * kKiB).has_value());
     volume.set_checksums(8192, sums);
     CHECK_FALSE(machine.read(8192, 64 * kKiB).has_value());
@@ -283,7 +283,7 @@ TEST_CASE("what the table holds goes with the file into another process") {
       auto transfer = machine.engine->start({Operation::kRead, again.volume(), machine.slab, {0, 2 * kMiB, kMiB}});
       return failure_of([&] { transfer->wait(); });
     };
-    CHECK_FALSE(read().has_value());  // nobody knows what the file holds
+    CHECK_FALSE(read().has_value());  // the file's contents are unknown
     again.volume()->set_checksums(0, sums);
     REQUIRE(read().has_value());
     CHECK(read()->wrong_page == 0);
@@ -461,7 +461,7 @@ TEST_CASE("a write is sent as soon as its own sum is made") {
   slow.machine.start();
   for (const auto& write : slow.start_two(Operation::kWrite)) write->wait();
   REQUIRE(next.size() == 2);
-  CHECK(next[0] == kZeros);  // nobody has summed it yet
+  CHECK(next[0] == kZeros);  // not summed yet
   CHECK(next[1] != kZeros);
 }
 

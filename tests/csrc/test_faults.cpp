@@ -119,7 +119,7 @@ TEST_CASE("a failed block fails its transfer alone, stops its later blocks, and 
   CHECK(machine.slab.use_count() == 1);  // only now: a ring lets go of it after it has woken who drains
 }
 
-TEST_CASE("close raises the first failure that nobody has seen, once") {
+TEST_CASE("close raises the first unseen failure, once") {
   FakeMachine machine;
   machine.drive->script = [](const Block& block) -> std::optional<int64_t> {
     return block.offset == 0 ? -EIO : block.offset == kMiB ? -ENOSPC : -EROFS;
@@ -181,7 +181,7 @@ TEST_CASE("a ring never has more blocks in flight than its depth") {
   transfer->wait();
 }
 
-TEST_CASE("file and slab live until the last completion, whoever walks away") {
+TEST_CASE("file and slab live until the last completion, even without other owners") {
   FakeMachine machine;
   machine.drive->hold();
   Engine& engine = machine.start();
@@ -203,7 +203,7 @@ TEST_CASE("file and slab live until the last completion, whoever walks away") {
   CHECK(watched.expired());
 }
 
-TEST_CASE("a done transfer holds no memory, though somebody holds the transfer") {
+TEST_CASE("a done transfer holds no memory, even if the transfer is still owned") {
   FakeMachine machine;
   auto transfer = machine.start().start(machine.request(Operation::kWrite, 0, 0, kMiB));
   transfer->wait();

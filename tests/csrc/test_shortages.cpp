@@ -36,7 +36,7 @@ Function* real(const char* name) {
 
 }  // namespace
 
-// Those of Linux AIO: the poll of the bell is refused. It hands on six arguments, as nobody says how many there are;
+// Those of Linux AIO: the poll of the bell is refused. It passes six arguments on, as their number is unknown;
 // the sanitizer would find those that aren't.
 extern "C" __attribute__((no_sanitize("address"))) long syscall(long number, ...) noexcept {
   static auto* const next = real<long(long, ...)>("syscall");

@@ -1,4 +1,4 @@
-"""What host buffers promise where sizes vary: nobody's memory is lent twice, and what is held is bounded by what was lent."""
+"""Host buffers of varying size: no memory is lent twice, and held memory is bounded by lent memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_held_is_bounded_by_what_was_lent_at_once(
             if random.random() < 0.3:  # type: ignore[attr-defined]
                 lent.pop(random.randrange(len(lent)))[0].give_back()  # type: ignore[attr-defined]
         for buffer, number in reversed(lent):
-            assert (buffer.tensor == number).all(), "somebody else had the same memory"
+            assert (buffer.tensor == number).all(), "another buffer had the same memory"
             buffer.give_back()
     buffers.close()
     assert not device.registered

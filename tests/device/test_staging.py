@@ -94,7 +94,7 @@ def test_a_sum_goes_back_to_where_its_first_part_was_taken_from_without_a_wait_i
             home.to_device(place)
         home.settle()
         home.fetch((torch.ones(1000) * 2).add_(home.to_device(place)), place)
-        assert not all(copy.ran for copy in runtime.copies), "nobody waited"
+        assert not all(copy.ran for copy in runtime.copies), "there was no wait"
         home.settle()
         assert place.unique().tolist() == [3.0]
 

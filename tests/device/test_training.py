@@ -210,7 +210,7 @@ def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkey
 
 @pytest.mark.usefixtures("few_steps")
 def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a device that copies nothing before it must, every gradient is still on its way when the backward goes on."""
+    """With a device that copies nothing before it must, every gradient is still on its way when the backward continues."""
     waited: list[bool] = []
     spill = waiting_gradients.WaitingGradients._spill
 
@@ -271,7 +271,7 @@ BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "brought back before it was computed": (StreamDevice, "start_d2h", give_too_soon),
     "brought back from memory that was reused": (StreamDevice, "start_d2h", give_unnoted),
     "a copy event that is a guess": (streams.StreamCopyEvent, "done", lambda copy_event: True),
-    "a copy event that nobody waits for": (streams.StreamCopyEvent, "wait", lambda copy_event: None),
+    "a copy event without a wait": (streams.StreamCopyEvent, "wait", lambda copy_event: None),
     "gradients in 16 bits used before they have come": (waiting_gradients.HostGradients, "settle", lambda home: None),
     "gradients written to the drive before they have come": (Stager, "write_back", write_too_soon),
     "gradients used before they have come": (

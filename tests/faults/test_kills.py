@@ -1,4 +1,4 @@
-"""kill -9 at any instant, one rank of two too, and injected faults: a durable training goes on from its last committed step.
+"""kill -9 at any instant, one rank of two too, and injected faults: a durable training resumes from its last committed step.
 
 What it computes after that is what it would have computed, to the last bit. `INFINITY_KILLS` is how often a training is killed
 at random (5 by default, more in `make torture`).
@@ -48,7 +48,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The losses of the same training held in memory, to the last bit, by the way of a step (they clip at different norms).
-    Small moments are never in memory: there, of one that nobody kills."""
+    Small moments are never in memory: for them, those of an uninterrupted run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = {}
@@ -98,7 +98,7 @@ class Trainings:
         return found
 
     def check(self, expected: list[str], *, at_least: int = 0) -> int:
-        """It goes on to the right end. At which step it did."""
+        """Resume and check the end. Returns the step at which it resumed."""
         found = self.losses()
         first = min(found, default=STEPS)
         assert first >= at_least, f"at step {first} where {at_least} had been committed"
@@ -150,7 +150,7 @@ def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict
             break
         trainings = Trainings(nursery, nvme_path / str(number), WAYS[number % len(WAYS)])
         committed = 0
-        for _ in range(draw.randint(1, 3)):  # what was gone on with may be killed again
+        for _ in range(draw.randint(1, 3)):  # a resumed run may be killed again
             (process,) = trainings.start()
             lines = nursery.until("step", "end") if number % 4 else []
             time.sleep(draw.uniform(0, step_seconds if number % 4 else start_seconds))
@@ -159,7 +159,7 @@ def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict
                 lines += trainings.end()
             killed += lines[-1].endswith(f" {-signal.SIGKILL}")  # it may have ended before
             said = [int(line.split()[1]) for line in lines if line.startswith("step ")]
-            committed = max([committed, *said])  # the last loss is told when the step before it is committed
+            committed = max([committed, *said])  # the last loss is printed when the step before it is committed
         first = trainings.check(expected[trainings.way], at_least=committed)
         resumed[first] += 1
         shutil.rmtree(trainings.path)
@@ -243,7 +243,7 @@ def test_faults_leave_a_committed_step_to_go_on_from(nvme_path: Path, expected: 
                 go_on(engine, expected[way])
                 found = scene.weights(engine)
                 assert all(torch.equal(found[name], value) for name, value in last[way].items()), "a weight is wrong"
-        except infinity.IntegrityError:  # a committed page that the drive lost or spoilt, which nobody had read since
+        except infinity.IntegrityError:  # a committed page that the drive lost or damaged, and that was not read since
             assert faults["lost"] + faults["corrupt"], "nothing was lost, and yet it is not there"
             outcome = "told that the drive lost a commit"
         shutil.rmtree(path)

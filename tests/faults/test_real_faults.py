@@ -182,7 +182,7 @@ def flip(path: str, bit: int) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("update", ["forward", "step", "backward"])
 def test_a_bit_that_a_drive_has_changed_is_never_used(update: str, nvme_path: Path) -> None:
-    """The training stops, and says where; unless the page is written anew before it is read, which changes nothing."""
+    """The training stops, and says where. If the page is overwritten before it is read, nothing changes."""
     draw = random.Random(update)
     found = 0
     with scene.make(None, update) as engine:

@@ -35,7 +35,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """Initialises itself as Hugging Face's models do: a module with parts goes on with what its parts drew."""
+    """Initialises itself as Hugging Face's models do: a module with parts continues the random numbers of its parts."""
 
     def __init__(self) -> None:
         super().__init__()

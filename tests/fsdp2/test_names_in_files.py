@@ -20,7 +20,7 @@ class Inner(nn.Module):
 
 
 class Holding(nn.Module):
-    """Another module, under a name, and what is beside it."""
+    """A named module, and its siblings."""
 
     def __init__(self, model: nn.Module, **others: Any) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def test_what_the_profiler_saw_is_told_apart() -> None:
         event("Memset (Device)", 4),
         event("void at::native::vectorized_elementwise_kernel<4>", 5),
         event("FSDP::all_gather", 6),
-        event("a range that somebody named", 7, annotated=True),
+        event("a range that a user named", 7, annotated=True),
         event("aten::mm", 8, device="CPU"),
     ]
     assert on_the_gpu(seen) == ([(5, 6)], [(1, 2)], [(2, 3)])

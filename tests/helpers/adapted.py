@@ -26,7 +26,7 @@ WIDTH, VOCABULARY, BLOCKS, STEPS = 72, 53, 4, 4  # rows that neither 2 nor 3 ran
 
 
 class Adapted(nn.Module):
-    """A frozen linear map, and a trained one of small rank beside it."""
+    """A frozen linear map plus a trained one of small rank."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

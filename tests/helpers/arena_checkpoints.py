@@ -1,7 +1,7 @@
 """Arena checkpoints of several ranks, and of a process that is killed, or just ends:
 `arena_checkpoints.py SCENE NVME CHECKPOINTS [INSTANT]`.
 
-Used by the tests beside it, under torchrun or by itself.
+Used by the tests, under torchrun or by itself.
 """
 
 from __future__ import annotations

@@ -66,11 +66,13 @@ def cache_bytes_for(share: Fraction, numel: int, moments: int) -> int:
 
 
 def optimum(ranks: int, cache_bytes: int, update: str, moments: int) -> tuple[int, int]:
-    """The fewest bytes (read, written) of a step on one rank. Beside the state, copies are read twice: for forward or with the
-    update before it, and for backward, where they stay for the update in it, speculative or not. With a look-ahead of one group
-    (of two, where an update in the backward needs them) the last block's copy, or that of the last two, stays in the pool from
-    forward to backward. The embedding, which stays gathered, is read for the gather alone where that is updated first, and for
-    the update in the backward again."""
+    """Return the fewest bytes (read, written) of a step on one rank.
+
+    In addition to the state, copies are read twice: for forward or with the update before it, and for backward, where they
+    stay for the update in it, speculative or not. With a look-ahead of one group (of two, where an update in the backward
+    needs them) the last block's copy, or that of the last two, stays in the pool from forward to backward. The embedding,
+    which stays gathered, is read for the gather alone where that is updated first, and for the update in the backward again.
+    """
     embedding, block = 256 * HIDDEN // ranks, 8 * HIDDEN * HIDDEN // ranks
     eager = update != "forward"
     stay = 1 + eager

@@ -1,4 +1,4 @@
-"""What should be staged, as it is defined: chosen anew from all that comes."""
+"""The groups to stage by definition: computed from scratch from all coming uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that DeepSpeed begins and saves, and that either of both goes on with; on any number of ranks.
+"""A training that DeepSpeed starts and saves, and that either engine resumes, on any number of ranks.
 
     deepspeed_checkpoints.py deepspeed|infinity --folder FOLDER --stage 3 --dtype fp32 --report JSON
 

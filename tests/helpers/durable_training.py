@@ -1,6 +1,6 @@
 """A training whose steps are committed and that is broken off again and again; it must end as if it never had been.
 
-Used by the tests beside it, in their process and as a script under torchrun: `durable_training.py FOLDER`.
+Used by the tests, in their process and as a script under torchrun: `durable_training.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def whole(path: Path, case: Case) -> Outcome:
 
 
 def broken(path: Path, case: Case) -> Outcome:
-    """The same, broken off at each of BREAKS and gone on with."""
+    """The same, interrupted and resumed at each of BREAKS."""
     losses: list[list[float]] = []
     for stop, middle in BREAKS:
         try:

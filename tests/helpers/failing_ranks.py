@@ -82,8 +82,8 @@ def fail_on(engine: infinity.Engine, where: str) -> None:
 
 
 def transfers(folder: Path) -> None:
-    """A read of rank 1 fails in the pass that the third argument names, before the way to update. All ends on both ranks, in
-    the same words, and nothing goes on until the job is started again."""
+    """A read of rank 1 fails in the pass that the third argument names, before the way to update. Both ranks end with the
+    same error, until the job is started again."""
     where, update = sys.argv[3].split("-")
     case = Case(update=update, threshold=0)
     with make(folder / "whole", case, durability="none") as engine:
@@ -111,7 +111,7 @@ def take_steps(engine: infinity.Engine) -> None:
 
 
 def everywhere(folder: Path) -> None:
-    """An error that comes on all ranks in the same place parts nobody."""
+    """An error at the same place of all ranks leaves them in step."""
     with make(folder, Case(), durability="none") as engine:
         hook = engine.module.blocks[1].register_forward_hook(raise_crash)
         with contextlib.suppress(Crash):
@@ -139,7 +139,7 @@ def gathered(folder: Path) -> None:
 
 
 def apart(folder: Path) -> None:
-    """Rank 1 begins its step anew where rank 0 goes on, or closes, as after an exception that came in rank 1's own lines. No
+    """Rank 1 repeats its step while rank 0 continues, or closes, as after an exception that came in rank 1's own lines. No
     number is given out, and both end soon, whatever their operations made of each other's bytes."""
     for begins_anew_after in ("forward", "backward"):
         engine = make(folder, Case(), durability="none")

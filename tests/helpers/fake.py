@@ -2,7 +2,7 @@
 
 Its memory is ordinary memory, its current stream runs at once, and its copies run as late as the rules allow or, at random, a
 little earlier, those of one stream before or after those of another. Until a copy has run, its destination is filled with NaN.
-Beside that it keeps vector clocks, of the streams and of the host, so that a missing wait is an error even where the bytes
+It also keeps vector clocks, of the streams and of the host, so that a missing wait is an error even where the bytes
 happen to be there. Raises `Hazard` on
 
   * a look into a destination by a stream, or by the host, that has not waited for the copy;
@@ -96,7 +96,7 @@ class Copy:
 
 @dataclass(eq=False)
 class Read(Copy):
-    """One read of a drive: a copy whose source nobody else knows."""
+    """One read of a drive: a copy whose source is private."""
 
     fill: Callable[[torch.Tensor], None] = field(kw_only=True)
 
@@ -157,7 +157,7 @@ class FakeStream:
 
 @dataclass(eq=False)
 class Memory:
-    """What was made on a stream, and who uses it. `tensor` keeps it; nobody else does once it is freed."""
+    """What was made on a stream, and who uses it. `tensor` keeps it, and is its only owner once it is freed."""
 
     tensor: torch.Tensor
     owner: FakeStream
@@ -277,7 +277,7 @@ class FakeRuntime:
         self._held.intersection_update(self.copies)
 
     def sweep(self) -> None:
-        """What nobody holds any more is freed: poisoned, after a look at who may still use it."""
+        """Free memory without other owners: check for pending uses, then poison it."""
         for memory in list(self.memory):
             if torch._C._storage_Use_Count(memory.tensor.untyped_storage()._cdata) > 2:
                 continue
@@ -306,7 +306,7 @@ class FakeRuntime:
             late = not copy.known_by(self.compute.clock) and not copy.known_by(self.host)
             if late and overlap(copy.writes, span):
                 raise Hazard(f"{what} before the copy that brings it was waited for")
-            gone = copy.ran and copy in self._held  # and its memory given to somebody else, as the note allows
+            gone = copy.ran and copy in self._held  # and its memory reused, as the note allows
             if late and write and not gone and overlap(copy.reads, span):
                 raise Hazard(f"{what} changes what is still being copied to the host")
         memory = self._memory_of(span)

@@ -89,7 +89,7 @@ class Shipped:
     values: dict[str, Any]
     batch: Callable[[torch.Generator], Batch] = _language
     arguments: dict[str, Any] | None = None
-    """Of each forward, beside the batch."""
+    """Arguments of each forward, in addition to the batch."""
 
     def build(self) -> nn.Module:
         """With first values, unless within `infinity.init_empty`."""

@@ -1,7 +1,7 @@
 """Exceptions at any line, on one rank of two or on both: `interrupt_ranks.py FOLDER FIRST COUNT` under a launcher.
 
-Each rank catches what comes and goes on as long as it may. What both reach agrees with a run in memory that nothing
-interrupted, or both are refused in words, and a fresh start goes on from what was committed, or from the checkpoint.
+Each rank catches every exception and continues as long as it may. The results of both equal an uninterrupted run in
+memory. Or both are rejected with an error, and a fresh start resumes from the last commit or checkpoint.
 """
 
 from __future__ import annotations

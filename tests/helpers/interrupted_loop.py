@@ -1,6 +1,7 @@
 """An exception in a backward of a loop without the engine, on a CPU or on a device that copies while it computes.
 
-The loop catches it and goes on as it is told to: it drops the gradients and repeats the step, or steps where only that is left.
+The loop catches it and continues in the given way: it drops the gradients and repeats the step, or takes the step if nothing
+else is left to do.
 """
 
 from __future__ import annotations

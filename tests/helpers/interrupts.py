@@ -1,7 +1,7 @@
-"""Exceptions that come at any line of infinity's own code, and a training that catches them and goes on.
+"""Exceptions at any line of infinity's own code, and a training that catches them and continues.
 
-Afterwards its numbers are those of a run without any, or it is refused in words, and what is committed, or a checkpoint, is
-right to go on from.
+Afterwards its numbers equal those of an uninterrupted run. Or it is rejected with an error, and the last commit or
+checkpoint can be resumed.
 """
 
 from __future__ import annotations

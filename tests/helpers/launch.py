@@ -1,8 +1,8 @@
 """Runs Python programs, alone or as several ranks, in processes that are forked with torch already imported.
 
-To start Python and import torch costs a core two seconds, and torchrun is such a program beside its ranks. A program gets here
-what it gets there: arguments, environment, folder, a `__main__` of its own, an ordinary end. Where the start itself is tested,
-start Python anew (the fixture `torchrun`).
+Starting Python and importing torch takes two seconds of a core, for torchrun and for each of its ranks. A program gets the
+same here: arguments, environment, folder, a `__main__` of its own, an ordinary end. A test of the start itself uses a new
+Python process (the fixture `torchrun`).
 
     done = program(script, "--steps", "3")                 # stdout and stderr apart, as of subprocess.run
     done = program("infinity.cli.bench", "step")           # as `python -m`
@@ -226,7 +226,7 @@ def _keep(order: dict[str, Any]) -> None:
 def _end(processes: set[int]) -> None:
     for process in processes:
         os.kill(process, signal.SIGTERM)
-    if os.fork() == 0:  # so that the keeper goes on waiting
+    if os.fork() == 0:  # so that the keeper keeps waiting
         time.sleep(SECONDS_TO_END)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

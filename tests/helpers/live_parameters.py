@@ -55,7 +55,7 @@ class Sampler:
             for param in group.fsdp_params
             for out in (*param.all_gather_outputs, *param._unsharded_inner_tensors)
         )
-        assert held == gathered, "what is gathered is not what FSDP2 holds memory for"
+        assert held == gathered, "the gathered groups are not those that FSDP2 holds memory for"
         self.samples += 1
         self.peak = max(self.peak, live)
 
@@ -133,7 +133,7 @@ class Case:
     again: tuple[int, ...] = ()
     """Blocks that a forward uses a second time."""
     aside: tuple[int, ...] = ()
-    """Blocks that are frozen and stand beside the others: they run forward, and take no part in the backward."""
+    """Frozen blocks on a side branch: they run in the forward, and take no part in the backward."""
     update: str = "auto"
 
 

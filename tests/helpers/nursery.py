@@ -1,6 +1,6 @@
 """Runs the programs of scene.py as children that have torch already: each line of stdin is the arguments of one.
 
-Prints each child's number, and "end NUMBER STATUS" when one has ended. To start Python and torch anew takes seconds.
+Prints each child's number, and "end NUMBER STATUS" when one has ended. Starting Python and torch each time would take seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of the copying a device does beside computing: from intervals, in whatever unit they are."""
+"""The share of copying that overlaps with computing, from intervals of any unit."""
 
 from __future__ import annotations
 

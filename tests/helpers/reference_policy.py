@@ -1,4 +1,4 @@
-"""What should be staged, as the notes of infinity/swap/policy.py define it: chosen anew each time, from all that comes."""
+"""The groups to stage, as the notes of infinity/swap/policy.py define them, computed from scratch from all coming uses."""
 
 from __future__ import annotations
 

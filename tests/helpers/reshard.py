@@ -1,4 +1,4 @@
-"""Saves a checkpoint at one number of ranks, or goes on from it at another; prints the weights' digest. For several ranks."""
+"""Saves a checkpoint at one number of ranks, or resumes it at another; prints the weights' digest. For several ranks."""
 
 from __future__ import annotations
 

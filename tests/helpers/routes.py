@@ -95,7 +95,7 @@ def known(engine: infinity.Engine, rank: int) -> None:
 
 
 def ended(engine: infinity.Engine, rank: int) -> None:
-    """One rank goes on where the other one is done."""
+    """One rank continues after the other has finished."""
     refused(engine, [0], [0, 1] if rank else [0])
 
 

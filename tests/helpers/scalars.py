@@ -1,4 +1,4 @@
-"""A model with parameters that have no dimension, or no elements, for the tests beside it; run by several ranks,
+"""A model with parameters that have no dimension, or no elements, for the tests; run by several ranks,
 `scalars.py FOLDER` trains it on NVMe and in memory and says whether they agree."""
 
 from __future__ import annotations

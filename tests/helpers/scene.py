@@ -1,7 +1,7 @@
 """A small training whose every step is known, and the same as a program: `scene.py FOLDER [--save DIR] [--steps N] ...`.
 
 The program prints "ready", then a line per step with its loss to the last bit. With `--durable` its steps are committed, and it
-goes on from the last one; `--die` kills it at one instant of a commit.
+resumes from the last one; `--die` kills it at one instant of a commit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The program. On one thread: tensors this small are faster so, most of all beside other work."""
+    """The program. On one thread: that is faster for such small tensors, most of all next to other work."""
     torch.set_num_threads(1)
     if args.no_io_uring:
         refuse_io_uring()

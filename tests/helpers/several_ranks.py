@@ -1,4 +1,4 @@
-"""What several ranks do together, as scripts of several ranks: `several_ranks.py SCENE FOLDER`. Used by the tests beside it."""
+"""What several ranks do together, as scripts of several ranks: `several_ranks.py SCENE FOLDER`. Used by the tests."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def step(engine: infinity.Engine, number: int) -> float:
 
 
 def fails(device: dict[str, str]) -> bool:
-    """Whether all ranks hear of what failed on one, and none goes on."""
+    """Return True if a failure of one rank stops all ranks."""
     with make(device) as engine:
         step(engine, 0)
         if dist.get_rank() == 1:

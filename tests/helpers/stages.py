@@ -1,4 +1,4 @@
-"""Every stage and mesh against the same training by torch alone, bit for bit. In the process of the tests beside it, and as a
+"""Every stage and mesh against the same training by torch alone, bit for bit. Runs in the process of the tests, and as a
 script of several ranks: `stages.py FOLDER NAME ...`."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small training with everything that goes wrong easily, held in memory or on NVMe: the two must agree bit for bit.
 
-Used by the tests beside it, in their process and as a script of several ranks.
+Used by the tests, in their process and as a script of several ranks.
 """
 
 from __future__ import annotations

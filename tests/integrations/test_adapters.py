@@ -76,7 +76,7 @@ def test_trains_as_in_memory(
 
 
 class WithHead(nn.Module):
-    """A model of PEFT inside another module, as a LightningModule holds it, with a trained part beside it."""
+    """A model of PEFT inside another module, as a LightningModule holds it, next to a trained part."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What DeepSpeed itself has saved becomes a checkpoint of infinity's with the same numbers, from which training goes on."""
+"""Checkpoints that DeepSpeed saved become infinity's, with the same numbers, and training resumes from them."""
 
 from __future__ import annotations
 

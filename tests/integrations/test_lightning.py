@@ -393,7 +393,7 @@ def test_adapters_train_on_frozen_weights_in_their_files(precision: Any, nvme_pa
 
 
 def test_adapters_come_back_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
-    """A run that goes on from one has the numbers of one that was not stopped, and writes nothing in its own files."""
+    """A resumed run has the numbers of one that was not stopped, and writes nothing in its own files."""
     weights = adapted.save(nvme_path / "weights", adapted.Case())
     seed_everything(0)
     whole, strategy = Adapted(), in_files(weights)

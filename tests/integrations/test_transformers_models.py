@@ -71,7 +71,7 @@ def test_save_pretrained_writes_what_from_pretrained_loads(
         train(engine, name, steps=1)
         expected = {k: v.bfloat16() for k, v in weights(engine).items()}
         engine.module.save_pretrained(tmp_path, max_shard_size="20KB")
-        train(engine, name, steps=1)  # goes on
+        train(engine, name, steps=1)  # continues
     assert (tmp_path / "model.safetensors.index.json").is_file() and not list(tmp_path.glob(".*"))
     loaded = getattr(hugging_face.hf, SHIPPED[name].kind).from_pretrained(tmp_path, dtype="auto")
     assert loaded.dtype == torch.bfloat16

@@ -31,7 +31,7 @@ def test_pieces_come_out_as_the_whole(name: str) -> None:
     optimizer = KNOWN[name]([whole])
     stepper = Stepper(KNOWN[name]([torch.nn.Parameter(torch.zeros(1))]))
     master = whole.detach().clone()
-    moments = {each: torch.full_like(master, 7.0) for each in stepper.moments}  # nobody cleared them
+    moments = {each: torch.full_like(master, 7.0) for each in stepper.moments}  # not cleared before
     cuts = [0, 64, 4096 + 192, 70_016, master.numel()]
     for done in range(3):
         grad = torch.randn(master.numel(), generator=random)

@@ -25,7 +25,7 @@ from infinity.aio import page_checksums
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.kernel import GradPiece, PageSums
 
-# Of the torch that the kernel was written beside; an older one, or one without AVX2, may round otherwise (see matches_torch).
+# The torch that the kernel was written for; an older one, or one without AVX2, may round differently (see matches_torch).
 KNOWN_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 KNOWN_CPU = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 like_torch = pytest.mark.skipif(not (KNOWN_TORCH and KNOWN_CPU), reason="this torch may round otherwise")
@@ -404,12 +404,12 @@ def test_pages_are_summed_on_the_way(numel: int, cuts: set[int], known: bool, th
     assert torch.equal(plain.bytes, summed.bytes) and torch.equal(plain.ties, summed.ties)
     assert sums.wrong_page is None
     assert sums.new == summed.sums()
-    beside, staged = PageSums(aside.bytes, sums.expected), aside.compute_param.clone()
+    sums_aside, staged = PageSums(aside.bytes, sums.expected), aside.compute_param.clone()
     aside.compute_param.fill_(7)  # they are taken from elsewhere
-    aside.step(pieces, beside, threads=threads, staged=staged)
+    aside.step(pieces, sums_aside, threads=threads, staged=staged)
     assert torch.equal(aside.bytes, plain.bytes) and torch.equal(aside.ties, plain.ties)
     assert torch.equal(staged, aside.compute_param)
-    assert (beside.wrong_page, beside.new) == (None, sums.new)
+    assert (sums_aside.wrong_page, sums_aside.new) == (None, sums.new)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -430,7 +430,7 @@ def test_fields_that_lie_elsewhere_are_not_summed() -> None:
     pages = Pages(4096, seed=5)
     elsewhere = pages.exp_avg_sq.clone()
     before = pages.sums()
-    pages.exp_avg_sq.zero_()  # nobody looks
+    pages.exp_avg_sq.zero_()  # not looked at
     sums = PageSums(pages.bytes, before)
     pages.step([GradPiece(0, torch.ones(4096))], sums, exp_avg_sq=elsewhere)
     assert sums.wrong_page is None

@@ -185,16 +185,16 @@ def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
     work = {
         update: work_of(70 * B, ranks=8, samples=8, scheme=Scheme("split", update)) for update in ("step", "forward")
     }
-    after, beside = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
-    assert beside.step_seconds < after.step_seconds
-    assert beside.lower_bound_seconds <= after.lower_bound_seconds * (1 + 1e-6)  # the same where all of it stays
+    after, overlapped = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
+    assert overlapped.step_seconds < after.step_seconds
+    assert overlapped.lower_bound_seconds <= after.lower_bound_seconds * (1 + 1e-6)  # the same where all of it stays
 
 
 @pytest.mark.parametrize(
     ("parameters", "optimizer", "scheme", "nbytes"),
     [
         ("nvme", "nvme", Scheme("split"), 4 + 2 * (2 + 2) + 2 * 8),  # gradient, both halves of the master, moments
-        ("nvme", "nvme", Scheme("full"), 4 + 2 * 4 + 2 * 8 + 2),  # ... and a copy beside the master
+        ("nvme", "nvme", Scheme("full"), 4 + 2 * 4 + 2 * 8 + 2),  # ... and a copy in addition to the master
         ("none", "nvme", Scheme("split"), 4 + 2 * 4 + 2 * 8 + 2),  # copies stay: masters rest in full
         ("cpu", "cpu", Scheme("split"), 4 + 2 * (2 + 2) + 2 * 8),  # in host memory as on NVMe
         ("none", "cpu", Scheme("full"), 4 + 2 * 4 + 2 * 8 + 2),

@@ -109,7 +109,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 def thread_of(step: Step) -> float:
-    """How long the training thread is busy beside the computation."""
+    """Seconds for which the training thread is busy with other work than computation."""
     return sum(
         item.seconds if isinstance(item, Pause) else item.update_seconds
         for item in step.program

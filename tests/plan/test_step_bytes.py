@@ -14,7 +14,7 @@ B = 10**9
 
 
 PLAIN = Scheme("full", "step")
-"""The scheme of the published example: copies beside masters, updates in a phase of their own."""
+"""The scheme of the published example: copies in addition to masters, and a separate update phase."""
 
 
 @given(numel=st.integers(0, 10**12))

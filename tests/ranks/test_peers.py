@@ -1,4 +1,4 @@
-"""Passes that fail on one rank fail on all, in the same words and soon; those that fail on all part nobody."""
+"""A pass that fails on one rank soon fails on all, with the same error; one that fails on all leaves them in step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception is caught and the program goes on: as if the failed pass had never been, or refused in words."""
+"""An exception is caught and the program continues as if the failed pass had never run, or gets an error."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_a_load_that_an_exception_ended_is_not_gone_on_from(
 ) -> None:
     form = "dcp" if at == "restore_training" else "arena"
     if (way, form) == ("memory", "arena"):
-        pytest.skip("arenas are of what rests on NVMe")
+        pytest.skip("only states on NVMe have arenas")
 
     def fail(*args: Any, **named: Any) -> None:
         raise OutOfMemory
@@ -517,7 +517,7 @@ def test_another_thread_is_served_or_refused_in_words(update: str, nvme_path: Pa
         with torch.no_grad():
             engine.eval()(batch(99))
         engine.train()
-        begin()  # what an evaluation leaves gathered is in nobody's way
+        begin()  # groups that an evaluation leaves gathered do no harm
         assert not refused
         thread = threading.Thread(target=look)
         thread.start()

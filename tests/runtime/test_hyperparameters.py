@@ -1,4 +1,4 @@
-"""A training that goes on under a changed config: what differs is named, and the run's counts, or the config's where asked."""
+"""A training resumed with a changed config: differences are named. The run's settings apply, or the config's on request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(path: Path, told: dict[str, float], *, resume: Any = False, **own: Any)
 
 
 def gone_on(way: str, path: Path, told: dict[str, float], **own: Any) -> infinity.Engine:
-    """After STEPS of a training with the original settings, another one with those that it is told."""
+    """After STEPS of a training with the original settings, start another one with the given ones."""
     durability = "step" if way == "resume" else "none"
     with make(path, ORIGINAL, durability=durability) as engine:
         for _ in range(STEPS):

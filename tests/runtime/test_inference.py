@@ -47,7 +47,7 @@ def test_it_gives_what_it_gives_in_memory_and_keeps_what_there_is_room_for(nvme_
     roomy, read = run(weights, "nvme")
     assert roomy == expected
     assert whole * 0.9 < read[0] < 1.1 * whole and sum(read[1:]) == 0
-    # Of the four blocks of 2 MiB, this holds one from round to round beside those that come and go.
+    # Of the four blocks of 2 MiB, this keeps one from round to round; the others come and go.
     tight, read = run(weights, "nvme", "15MiB", rounds=8)
     assert tight[:6] == expected
     assert 0 < sum(read[4:]) < 0.9 * 4 * whole
@@ -89,7 +89,7 @@ def test_evaluation_between_forward_and_backward_leaves_what_autograd_saved(nvme
 
 
 class Uses(torch.nn.Module):
-    """What a group's forward may do with its frozen weight beside computing with it."""
+    """Uses of a frozen weight in a group's forward, other than computing with it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

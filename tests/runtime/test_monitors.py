@@ -275,7 +275,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def init(**settings: Any) -> Fake:
         run.calls.append(("init", (), settings))
-        module.run = module.run or run  # one that is there already is gone on with
+        module.run = module.run or run  # an existing run is continued
         return module.run
 
     module: Any = SimpleNamespace(run=None, init=init, made=run)

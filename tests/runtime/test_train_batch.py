@@ -825,7 +825,7 @@ def test_a_step_moves_as_many_bytes_for_any_number_of_micro_batches(accumulation
 
 
 class Interrupts(Model):
-    """Raises where it is told to, in the forward or backward of a block."""
+    """Raises at a given place, in the forward or backward of a block."""
 
     at: int | None = None
     calls = itertools.count(1)

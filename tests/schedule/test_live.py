@@ -210,7 +210,7 @@ def test_without_a_bound_and_a_distance_fsdp2_does_as_it_does_by_itself() -> Non
 def test_a_bound_of_one_group_beside_the_root_turns_gathering_ahead_off() -> None:
     groups = [LiveGroup(5), *[LiveGroup(7)] * 4]
     plan = plan_live(groups, [1, 2, 3, 4], live_numel_max=12, reuse_numel_max=10**9, prefetch_numel=10**9)
-    assert plan.backward_prefetch == (None, (), (), (), ())  # beside the root alone, any group fits
+    assert plan.backward_prefetch == (None, (), (), (), ())  # with the root alone, any group fits
     assert plan.forward_prefetch == ((1,), (), (), (), ())
     assert plan.peak_numel == 12
 

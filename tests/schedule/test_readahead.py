@@ -169,7 +169,7 @@ def test_from_forward_to_backward_no_way_of_holding_groups_reads_less(
 
 
 def fewest_reads(cycle: Sequence[int], held: int) -> int:
-    """Over all ways of holding up to `held` groups beside the one that is in use."""
+    """Over all ways of holding up to `held` groups in addition to the one in use."""
     found: dict[frozenset[int], int] = {frozenset(): 0}
     for group in cycle:
         reached: dict[frozenset[int], int] = {}
@@ -184,7 +184,7 @@ def fewest_reads(cycle: Sequence[int], held: int) -> int:
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8), data=st.data())
 def test_what_is_lost_where_a_group_fits_in_part_is_less_than_that_group(sizes: list[int], data: st.DataObject) -> None:
-    """Beside the most that bytes of groups could spare: each byte that is held where the order turns round spares one."""
+    """Compared with the most that held bytes can spare: one for each byte held where the order turns round."""
     look_ahead_bytes = data.draw(st.integers(max(sizes), sum(sizes) + 10))
     spared = 2 * sum(sizes) - read_bytes(turns(len(sizes), 1), sizes, sizes, look_ahead_bytes)
     most = min(look_ahead_bytes, sum(sizes))

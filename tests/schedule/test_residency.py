@@ -31,7 +31,7 @@ State = tuple[int, ...]
 @dataclass(frozen=True)
 class Step:
     """A small step, a byte per item: in which passes each copy is gathered, which copies are trained, how many bytes of state
-    there are beside them, each of which belongs to one of the copies."""
+    there are in addition, each of which belongs to one of the copies."""
 
     scheme: Scheme
     passes: int

@@ -91,7 +91,7 @@ def test_arbitrary_bytes_are_refused(content: bytes) -> None:
     )
 )
 def test_a_hash_that_is_right_excuses_no_content(changed: dict[str, object]) -> None:
-    """Whoever writes a record can write its hash too."""
+    """An attacker who writes a record can write its hash too."""
     forged = record(**changed).to_bytes()
     with contextlib.suppress(ValueError):
         parsed = parse_record(forged)

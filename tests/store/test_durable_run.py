@@ -344,7 +344,7 @@ def test_a_live_runs_files_are_never_touched(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_files_of_a_dead_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor the lock of its arena: who goes on waits for the kernel's part of the end only."""
+    """Nor the lock of its arena: a resume only waits for the kernel to finish the writes."""
     monkeypatch.setattr(durable, "_ENDING_SECONDS_MAX", 5.0)
     holder = hold(tmp_path, "fork")
     try:

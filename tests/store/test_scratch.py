@@ -35,7 +35,7 @@ class EndlessArena:
 
 
 class ScratchMachine(RuleBasedStateMachine):
-    """Beside others, who reserve extents of the same arena in between."""
+    """While others reserve extents of the same arena in between."""
 
     def __init__(self) -> None:
         super().__init__()

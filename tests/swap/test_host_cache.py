@@ -66,9 +66,7 @@ def test_with_room_for_all_of_it_no_step_reads_or_writes(model: tuple[list[Shard
     for sub in layout.sub_groups:
         gathered = [] if sub.space == layout.resident_space else [sub.gathered]
         assert not sub.trained or not sub.nbytes
-        assert sub.trained or not set(gathered) & set(
-            sub.on_nvme
-        )  # frozen: masters that nobody reads stay on the drive
+        assert sub.trained or not set(gathered) & set(sub.on_nvme)  # frozen: unread masters stay on the drive
 
 
 def test_copies_come_first_then_those_of_groups_that_are_gathered_once_then_state() -> None:

@@ -1,6 +1,6 @@
-"""What the paged tensor promises: it behaves as the tensor it stands for, reads what it must and changes what it is told.
+"""A paged tensor behaves as the tensor that it stands for; it reads and changes no other bytes.
 
-Most of it on shards laid out by hand, beside an ordinary tensor that takes the same operations; the end on a model that
+Most tests use shards laid out by hand and an ordinary tensor that takes the same operations; the end on a model that
 FSDP2 sharded over one rank.
 """
 
@@ -41,7 +41,7 @@ SHAPE = (4, 6, 5)
 Operation = Callable[[torch.Tensor], Any]
 
 
-class Nobody:
+class NoStaging:
     """Stages no groups: no gather happens here."""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
@@ -63,7 +63,7 @@ class Bench:
     pool: PinnedPool
 
     def tensor(self, name: str, which: Field = Field.MASTER) -> PagedTensor:
-        return PagedTensor.over(self.shard(name), which, Nobody(), CPU)
+        return PagedTensor.over(self.shard(name), which, NoStaging(), CPU)
 
     def shard(self, name: str) -> PagedShard:
         return next(shard for shard in self.model.shards if shard.name == name)
@@ -76,7 +76,7 @@ class Bench:
         return paged, ordinary
 
     def copy_of(self, name: str) -> torch.Tensor:
-        """What would be gathered, as it rests in the arena."""
+        """The parameter to gather, as stored in the arena."""
         shard = self.shard(name)
         return shard.read(Field.COMPUTE, 0, shard.padded_shape.numel())
 
@@ -271,7 +271,7 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
         arena=arena,
         stored="the test",
     )
-    paged = PagedTensor.over(model.shards[0], Field.MASTER, Nobody(), CPU)
+    paged = PagedTensor.over(model.shards[0], Field.MASTER, NoStaging(), CPU)
     ordinary = torch.randn(numel)
     paged.copy_(ordinary)
     assert torch.equal(paged.clone(), ordinary)
@@ -540,10 +540,10 @@ model = PagedModel(
     group_names=["root"], shapes=[(size, size)], compute_dtype=torch.bfloat16,
     stager=Stager(engine, pool, arena, Device()), arena=arena, stored="the test",
 )
-class Nobody:
+class NoStaging:
     entered = staticmethod(nullcontext)
 
-paged = PagedTensor.over(model.shards[0], Field.MASTER, Nobody(), torch.device("cpu"))
+paged = PagedTensor.over(model.shards[0], Field.MASTER, NoStaging(), torch.device("cpu"))
 paged.copy_(torch.arange(10.0))
 ways = {
     "from_dlpack": lambda: torch.from_dlpack(paged),

@@ -85,7 +85,7 @@ def test_a_shard_of_a_group_that_was_begun_goes_through_three_files(
     assert len(later) == 9
     for key in later:
         for route in (asked[key], told[key]):
-            if route is told[key] and key[1] == max(index for name, index in told if name == key[0]):
+            if told[key] is route and key[1] == max(index for name, index in told if name == key[0]):
                 continue  # with the last one the group's lease goes back
             looked_up = int(route is asked[key])  # among the bytes of its group: shard.py
             assert len({*route.files}) <= FILES_MAX + looked_up, (key, route.files)

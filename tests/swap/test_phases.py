@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model in the smallest pool that holds it, with the same in memory beside it."""
+    """A model in the smallest pool that holds it, and the same model in memory."""
 
     def __init__(self, nvme_path: Path, update: Any, cache_bytes: int = 0) -> None:
         self.models = []
@@ -158,7 +158,7 @@ def test_generation_is_foreseen_pass_after_pass(run: Run, mode: bool) -> None:
     train(run)
     train(run)
     passes = [demands(run, lambda rows=rows: run.evaluate(rows=rows, mode=mode)) for rows in range(1, 7)]
-    # Nobody has seen a pass of evaluation yet; but updates that wait are read ahead in the order of training.
+    # There was no pass of evaluation yet; but updates that wait are read ahead in the order of training.
     assert (passes[0] == 0) == (run.swap.paging.options.update == "forward")
     assert passes[2:] == [0] * 4
 

@@ -195,12 +195,12 @@ def test_tensor_in_use_is_not_used_again(swap: SwapManager) -> None:
 
 
 def test_unknown_name_is_a_key_error(swap: SwapManager) -> None:
-    with pytest.raises(KeyError, match="'nobody'"), swap.tensors.use("nobody"):
+    with pytest.raises(KeyError, match="'missing'"), swap.tensors.use("missing"):
         pass
-    with pytest.raises(KeyError, match="'nobody'"), swap.tensors.update("nobody"):
+    with pytest.raises(KeyError, match="'missing'"), swap.tensors.update("missing"):
         pass
-    with pytest.raises(KeyError, match="'nobody'"):
-        swap.tensors.prefetch("nobody")
+    with pytest.raises(KeyError, match="'missing'"):
+        swap.tensors.prefetch("missing")
 
 
 def test_name_that_is_taken_is_refused_and_its_bytes_stay(swap: SwapManager) -> None:

@@ -165,7 +165,7 @@ def test_whatever_the_step_does_the_numbers_are_those_of_memory(
 @pytest.mark.parametrize("masters", ["split", "full"])
 @pytest.mark.parametrize("way", ["step", "forward", "backward", "speculative"])
 def test_of_what_stays_a_step_reads_the_other_state_alone(way: str, masters: str, nvme_path: Path) -> None:
-    """Whoever updates it, and whether that is for a gather or because somebody looks."""
+    """In every kind of update, for a gather and for a look at the values."""
     how: dict[str, Any] = {"update": "backward"} if way == "speculative" else {"update": way, "speculative": False}
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         nvme = sharded()
@@ -196,7 +196,7 @@ def test_of_what_stays_a_step_reads_the_other_state_alone(way: str, masters: str
 def test_what_stays_is_the_step_befores_until_the_step_accepts_it(
     masters: str, factor: float | None, share: float, nvme_path: Path
 ) -> None:
-    """Whoever looks between backward and step sees the old values; whoever looks after it, those that the step made."""
+    """A look between backward and step sees the old values; a look after the step sees the new ones."""
     memory, looks = sharded(), []
     oracle = torch.optim.AdamW(memory.parameters(), lr=1e-2)
 

@@ -1,4 +1,4 @@
-"""What the stager promises: bytes arrive whole or not at all, every lease comes back, and nobody waits for ever.
+"""What the stager promises: bytes arrive whole or not at all, every lease comes back, and every wait ends.
 
 Over the real backends where bytes on a drive matter; over an engine in memory, whose transfers end when the test says so
 and fail when it says so, where order and faults do.
@@ -33,7 +33,7 @@ POISON = 0xEE
 
 
 class ScriptedTransfer:
-    """Moves its bytes when it ends, not before: whoever reuses the lease too early spoils them, and the test sees it."""
+    """Moves its bytes when it ends, not before: reusing the lease too early spoils them, and the test sees it."""
 
     def __init__(self, engine: ScriptedEngine, request: Request) -> None:
         self.engine = engine
@@ -100,7 +100,7 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """A copy event that fires when the script says so, or somebody waits."""
+    """A copy event that fires when the script says so, or at a wait."""
 
     def __init__(self, *, fired: bool) -> None:
         self.fired, self.waited = fired, False
@@ -659,7 +659,7 @@ def test_what_has_a_home_is_staged_there_and_makes_no_room(bench: Bench) -> None
 @pytest.mark.parametrize("backend", ["threads"])
 @pytest.mark.parametrize("in_use", [False, True])
 def test_after_an_exception_what_has_a_home_is_read_anew(real: Bench, in_use: bool) -> None:
-    """Whoever changed it where it lies may not have come to his end."""
+    """A change in place may not have finished."""
     stays, other = real.chunk(), real.chunk()
     stays.home = real.stager.make_room(PAGE, "home")
     of_others = real.stager.acquire(other)
@@ -831,7 +831,7 @@ def test_room_is_made_by_waiting_for_the_device(bench: Bench) -> None:
 def test_landing_chunk_is_acquired_where_it_lies(bench: Bench) -> None:
     chunk = bench.chunk()
     bench.write(chunk, 3)
-    chunk.writes = ()  # nobody changes it from now on, as with a group
+    chunk.writes = ()  # no change from now on, as with a group
     on_device(bench, chunk, keep=False)
     reads = len(bench.engine.transfers)
     lease = bench.stager.acquire(chunk)

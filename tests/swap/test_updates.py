@@ -1,4 +1,4 @@
-"""An update that waits is never seen: whoever looks at values sees them updated, and nothing that fails loses one."""
+"""A pending update is never visible: a look at values applies it first, and no failure loses it."""
 
 from __future__ import annotations
 
@@ -228,14 +228,14 @@ def flip(engine: infinity.Engine, offset: int, *, back: bool = False) -> None:
 
 
 def arena_of(engine: infinity.Engine) -> Any:
-    """Its file, opened anew for ordinary reads and writes."""
+    """Its file, opened again for ordinary reads and writes."""
     assert engine.swap is not None
     (file,) = engine.swap._open().arena.descriptors
     return Path(f"/proc/self/fd/{file}").open("r+b", buffering=0)
 
 
 class Pending:
-    """A copy event that fires when somebody waits for it."""
+    """A copy event that fires at a wait."""
 
     fired = False
 
