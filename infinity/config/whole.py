@@ -179,7 +179,8 @@ class Config(Block):
 
         `caller` fills an "auto" by the name of its key (`lr=3e-4`), or of its block and key where several blocks have
         such a key (`offload_param_device="cpu"`; `bf16=True` for `bf16.enabled`); None counts as not given.
-        `hidden_size` (elements) gives the bucket sizes that the caller does not. An "auto" that neither fills keeps its default.
+        `hidden_size` (elements) gives the bucket sizes that the caller does not. An "auto" that neither fills
+        keeps its default.
 
         Raises ConfigError when the batch sizes contradict each other or the filled values break a rule, and when
         `caller` has a name that belongs to no key.

@@ -155,7 +155,9 @@ class Arena:
     @property
     def notes(self) -> list[str]:
         """Messages: what the file systems refused, and which drives are left out."""
-        slow = [f"{path} is so much slower than the other drives that nothing is stored there" for path in self.left_out]
+        slow = [
+            f"{path} is so much slower than the other drives that nothing is stored there" for path in self.left_out
+        ]
         of_file = self.file.notes if self.nbytes else []
         return [*of_file, *slow, *(note for folder in self._folders for note in folder.notes)]
 
