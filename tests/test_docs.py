@@ -3,6 +3,7 @@ code; and the site that `make docs` builds shows the step that was traced for it
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -160,6 +161,15 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
         "zero",
     }
     assert shown == {*infinity.__all__} - left_out
+
+
+def test_the_picture_of_losses_shows_the_last_result_and_no_unequal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "bench"), *sys.path])  # the program extends it, too
+    learned = importlib.import_module("learned")
+    line = learned.last_result()
+    assert learned.PICTURE.read_text() == learned.picture(line)
+    with pytest.raises(infinity.InfinityError, match="2 losses differ"):
+        learned.picture({**line, "unequal_losses": 2})
 
 
 def test_troubleshooting_quotes_the_errors_that_there_are() -> None:
