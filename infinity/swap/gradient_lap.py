@@ -73,8 +73,6 @@ class GradientLap:
         """Number of parameters per group that deliver a gradient to this lap."""
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         """Norms (0-D) of the gradients taken or applied in the backward since the last step, in order of arrival."""
-        self._without_norm: dict[nn.Parameter, None] = {}
-        """Parameters whose kept gradient has no norm yet."""
         self.is_before_last = False
         """True if another backward follows before the step: norms of its gradients will replace those of this one's."""
         self._arrivals: Counter[nn.Parameter] = Counter()
@@ -179,11 +177,10 @@ class GradientLap:
         for group in list(self._arrived):
             if group.timing.gradients_wait:
                 self.take(group, self.pop_arrived(group))
-        for parameter in [*self._without_norm]:  # the backward that was to follow did not bring their gradients
-            shard = self.shards[parameter]
-            gradient = self._paging.waiting_gradients.whole(shard.group, shard.index)
-            (self.norms[parameter],) = _norms_of({parameter: gradient})
-        self._without_norm.clear()
+        for parameter, shard in self.shards.items():
+            if shard.gradient is GradientState.TAKEN and parameter not in self.norms:  # no later backward brought more
+                gradient = self._paging.waiting_gradients.whole(shard.group, shard.index)
+                (self.norms[parameter],) = _norms_of({parameter: gradient})
         return self.norms
 
     def note_applied(self, grads: Gradients, inputs: Mapping[nn.Parameter, Any]) -> None:
@@ -279,7 +276,6 @@ class GradientLap:
         self._paging.paged.updates.speculation.discard_all()
         self._paging.waiting_gradients.forget({shard.index for shard in self.shards.values()})
         self.norms.clear()
-        self._without_norm.clear()
         self._due.clear()
         self._arrivals.clear()
         self._arrived.clear()
@@ -331,10 +327,7 @@ class GradientLap:
         norms = {} if none else dict(zip(grads, _norms_of(grads), strict=True))
         for parameter in grads:
             self._show(parameter, Taken.FOR_STEP)
-            self._without_norm.pop(parameter, None)
-            if none:
-                self.norms.pop(parameter, None)
-                self._without_norm[parameter] = None
+            self.norms.pop(parameter, None)
         self.norms |= norms
 
     def _update_due(self, *, leave: int = 0) -> None:

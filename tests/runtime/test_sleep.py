@@ -199,7 +199,7 @@ def test_tensors_that_are_set_aside_have_no_memory() -> None:
 
 def test_tensors_of_which_one_cant_be_set_aside_all_stay() -> None:
     tensor = torch.arange(6.0)
-    with pytest.raises(NotImplementedError, match="no data"):
+    with pytest.raises(NotImplementedError, match="no data"):  # torch's own, of a tensor on the meta device
         SetAside([tensor, torch.empty(6, device="meta")])
     assert tensor.tolist() == [*range(6)]
 

@@ -58,7 +58,7 @@ def test_extents_are_whole_pages_one_behind_the_other(bench: Bench) -> None:
 @settings(max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(0, 3 * PAGE), max_size=6))
 def test_no_byte_is_in_two_extents(bench: Bench, sizes: list[int]) -> None:
-    """Whatever was reserved before: the arena keeps growing from example to example."""
+    """Reservations of earlier examples stay: the arena grows from example to example."""
     end = bench.arena.nbytes
     for size, extent in zip(sizes, bench.arena.reserve(sizes, "tensors"), strict=True):
         assert extent.offset == end and extent.offset % PAGE == extent.nbytes % PAGE == 0
