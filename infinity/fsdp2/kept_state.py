@@ -40,8 +40,9 @@ _ELEMENTS_MAX = 1000
 _COPIED_BYTES_MAX = 64 << 20
 """Maximum size of a tensor that is copied; larger ones cannot be restored."""
 _LIBRARIES = frozenset(
-    {"torch", "infinity", "numpy", "builtins", "logging", "threading", "functools", "types", "weakref"}
+    {"torch", "infinity", "numpy", "lightning", "builtins", "logging", "threading", "functools", "types", "weakref"}
 )
+"""Lightning's Trainer is an attribute of the model, and notes what its steps log."""
 _TORCHS_OWN = {*vars(nn.Module()), "forward"} - {"training"}
 """Attributes of a module that hold no state of the user's, or that are compared separately."""
 

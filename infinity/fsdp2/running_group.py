@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
@@ -98,6 +98,12 @@ class RunningGroup:
     def cast_output(self, output: Any) -> Any:
         """Return its module's output in the dtype of the user's policy."""
         return self.module._get_fsdp_state()._cast_output_dtype(output)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return its module's inputs, whose floats are in the compute dtype if the user's policy says so."""
+        policy = self.module._get_fsdp_state()._mp_policy
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, inputs)
 
     @contextlib.contextmanager
     def forward_again(self) -> Iterator[None]:

@@ -410,6 +410,12 @@ class _Pass:
             self._end_turns()
             raise
 
+    def _call_root(self, *args: Any, **kwargs: Any) -> Any:
+        """A micro-batch's call of the model by `MicroBatch.around`: without hooks, which see one forward of all."""
+        return self._root.cast_output(
+            self._original_forward(*self._root.cast_inputs(args), **self._root.cast_inputs(kwargs))
+        )
+
     def _take_turns(self, coroutines: Sequence[Coroutine]) -> tuple[Any, ...]:
         while not all(coroutine.is_done for coroutine in coroutines):
             module = coroutines[0].waits_for
@@ -497,10 +503,12 @@ class _Pass:
         self._passed = {*self._inside[micro_batch]}
         begins = self._running.waits_for is None
         self._root.enter(micro_batch)
+        self._model._compiled_call_impl = self._call_root
         try:
             self._running.go_on()
         finally:
             self._running = None
+            del self._model._compiled_call_impl
         self._root.leave()
         self.why_not = self.why_not or self._state.changed(None if begins else self._passed)
 

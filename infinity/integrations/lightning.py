@@ -37,6 +37,7 @@ from infinity.fsdp2.first_values import init_empty
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
+from infinity.runtime.micro_batches import loss_in
 from infinity.runtime.optimizers import rebind
 from infinity.store.files import open_regular, replace_durably
 
@@ -237,8 +238,19 @@ class InfinityStrategy(ModelParallelStrategy):
     # ---- Training ----
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """The module's `training_step`, within the engine's forward pass: it calls the model without the engine."""
+        """The module's `training_step`, within the engine's forward pass: it calls the model without the engine.
+
+        With `infinity.micro_batches`, it is called for each part of the batch, and only the whole batch's loss is returned.
+        """
         assert self.engine is not None
+        if self.engine.splits:
+            module, step = self.lightning_module, type(self.lightning_module).training_step  # without FSDP2's wrapper
+            by_place = {str(place): argument for place, argument in enumerate(arguments)}
+
+            def step_on_part(_: Any, **part: Any) -> torch.Tensor:
+                return loss_in(step(module, *(part.pop(place) for place in by_place), **part))
+
+            return self.engine.loss_in_parts(step_on_part, {**by_place, **keywords}, summed=False)
         with self.engine.forward_pass():
             return super().training_step(*arguments, **keywords)
 

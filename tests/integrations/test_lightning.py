@@ -15,6 +15,7 @@ from typing import Any
 import launch
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("lightning", reason="Lightning is not installed: tools/test_integration.sh lightning")
 
@@ -27,6 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mlp import Net, loader
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError
@@ -297,6 +299,40 @@ def test_activations_are_kept_where_the_config_says(nvme_path: Path, tmp_path: P
     assert losses[0] == losses[1]
     for strategy in strategies:
         strategy.close()
+
+
+class Logging(Net):
+    """As `Net`, but its steps change nothing in the module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_batch_that_is_split_trains_as_accumulation_does(precision: Any, nvme_path: Path, tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    zero = {"stage": 3, "offload_param": place, "offload_optimizer": place}
+    split = InfinityStrategy(config={"zero_optimization": zero, "infinity": {"micro_batches": 4}})
+    found, losses = [], []
+    for strategy, rows, accumulation in ((on_nvme(nvme_path), 8, 4), (split, 32, 1)):
+        seed_everything(0)
+        model, points = Logging(), loader(1).dataset
+        settings = {"precision": precision, "accumulate_grad_batches": accumulation, "gradient_clip_val": 0.1}
+        batches = 6 * accumulation
+        trainer = make_trainer(strategy, tmp_path, limit_train_batches=batches, enable_checkpointing=False, **settings)
+        trainer.fit(model, DataLoader(points, batch_size=rows))
+        assert trainer.global_step == 6
+        found.append(trainer.validate(model, loader(2), verbose=False))
+        losses.append([sum(model.losses[step : step + accumulation]) for step in range(0, batches, accumulation)])
+        strategy.close()
+    assert found[0] == found[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)  # bf16 losses, added in bf16
+    assert losses[1][-1] < losses[1][0]
 
 
 EVERY_STEP = {"accumulate_grad_batches": 2, "gradient_clip_val": 1e-2, "enable_checkpointing": False}
