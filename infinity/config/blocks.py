@@ -117,8 +117,9 @@ class ZeroConfig(Block):
     for prefetching only; here it always holds."""
     stage3_max_reuse_distance: rules.AutoCount = "auto"
     """A group that is used again within this many elements stays gathered in between, if the bound on live parameters
-    has room: fewer bytes to read, more memory. auto is 0: only the root stays, from forward to backward. In DeepSpeed:
-    1e9 unless set, which keeps most models gathered."""
+    has room: fewer bytes to read, more memory. auto is 0: only the root stays, from forward to backward. But on one CPU
+    rank, all groups of a step of several micro-batches stay if they take, with the gradients, at most a quarter of the
+    available memory; frozen parameters exclude this. In DeepSpeed: 1e9 unless set, which keeps most models gathered."""
     stage3_gather_16bit_weights_on_model_save: rules.Flag = False
     """Whether a trainer that saves the model gathers its whole 16-bit weights on rank 0. `Engine.save_16bit_model`
     never needs that."""

@@ -4,8 +4,8 @@
 torch aligns tensors to 64 bytes. Before version 2.38 glibc finds no place for such a tensor where one of the same size
 was freed, if anything small was allocated next to it. So a heap grows in every pass: with 16 micro-batches of 512
 tokens of a model of 200 M parameters it had 2 GiB of memory, of which 0.25 GiB were in use. malloc_trim gives back
-whole free pages; those used again are mapped and cleared again. So it is called only if the process takes a
-quarter more memory than it ever needed.
+whole free pages; those used again are mapped and cleared again. So it is called only if the process takes an
+eighth more memory than it ever needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ctypes
 
 from infinity.host_memory import taken_bytes
 
-_SHARE = 5 / 4
+_SHARE = 9 / 8
 """Memory that the process may take, over what it needed."""
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 

@@ -198,6 +198,8 @@ class GuardedGroup(FSDPParamGroup):
     # Overrides of FSDP2's methods
 
     def unshard(self, async_op: bool = False) -> None:
+        if self.device.type == "cpu":
+            HEAP.trim_if_grown()
         with outside_inference_mode():
             super().unshard(async_op)
 
@@ -281,8 +283,6 @@ class GuardedGroup(FSDPParamGroup):
     def _to_sharded(self) -> None:
         self._note_writes()
         super()._to_sharded()  # type: ignore[no-untyped-call]
-        if self.device.type == "cpu":
-            HEAP.trim_if_grown()
 
     def _note_writes(self) -> None:
         if self.is_sharded:

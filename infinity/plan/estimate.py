@@ -150,7 +150,8 @@ def memory_of(
     device: dict[str, int] = {}
     if strategy.stage >= 3:
         block = max(work.group_numels[ROOT + 1 :])
-        device["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * block + work.group_numels[ROOT])
+        live = gathered if work.keeps_gathered else GATHERED_GROUPS * block + work.group_numels[ROOT]
+        device["gathered groups"] = COMPUTE_BYTES * live
     device["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * max(work.group_numels)
     device |= {**activation_lines(work, elsewhere), **states.device}
     if work.head_gradient_bytes:
@@ -345,7 +346,9 @@ def _staged_bytes(work: Work, strategy: Strategy, cache: HostCache) -> list[int]
 
 
 def _spared_reads(work: Work, strategy: Strategy) -> list[int]:
-    """Return, by group, the reads per micro-batch that are saved if compute parameters stay staged."""
+    """Return, by group, the reads per micro-batch that are saved if compute parameters stay staged, and 0 if none does."""
+    if work.keeps_gathered:
+        return [0] * len(work.group_shards)
     gathers = [1] + [2] * (len(work.group_shards) - 1)  # the root stays gathered
     scheme, later = work.scheme, replace(work.scheme, update=work.scheme.late)
     return [

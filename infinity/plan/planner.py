@@ -16,6 +16,7 @@ from infinity.plan.resources import Simulated
 from infinity.plan.simulator import simulate
 from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.work import Work
+from infinity.schedule.live import keeps_all
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.schedule.spilling import BUFFER_SHARES
 from infinity.schedule.timeline import Interval, total, united
@@ -183,6 +184,9 @@ def _plan_step(
             for each in (replace(work, unasked=False), updated_late(work))
         )
         return asked if _is_worth_it(asked, later) else later
+    if machine.device_is_host and work.ranks == 1 and work.passes > 1 and strategy.stage == 3 and strategy.on_host:
+        bytes_per_element = COMPUTE_BYTES + work.gradient_itemsize
+        work = replace(work, keeps_gathered=keeps_all(work.shard_numel, bytes_per_element, machine.host_bytes))
     placed = place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = estimate.bytes_of_step(work, strategy)

@@ -128,7 +128,7 @@ class _ProgramOfRank:
             if updated and in_backward < self._shards[group]:
                 into = group if made and self.group_bytes[group] else None
                 self._update_group(group, self._rest(group, in_backward), into=into)
-            self._use(group, backward=False, is_there=made or group in self._staying)
+            self._use(group, backward=False, first=number == 0, is_there=made or group in self._staying)
 
         self._pass(range(len(self._numels)), use, self._save)
 
@@ -165,7 +165,7 @@ class _ProgramOfRank:
         def use(group: int) -> None:
             # Read back the activations that it saved.
             self._program += [part._replace(read_bytes=part.lease_bytes) for part in self._passing(group)]
-            self._use(group, backward=True, is_there=group in self._staying)
+            self._use(group, backward=True, first=first, is_there=group in self._staying)
             whole = self._program.pop()
             assert isinstance(whole, Use)
             share = whole._replace(
@@ -205,8 +205,9 @@ class _ProgramOfRank:
         )
         self._program += [sub_group] * count
 
-    def _use(self, group: int, *, backward: bool, is_there: bool) -> None:
-        """Add one use of a group. `is_there`: its compute parameters are staged, or just made by its update."""
+    def _use(self, group: int, *, backward: bool, first: bool, is_there: bool) -> None:
+        """Add one use of a group. `first`: by the first micro-batch. `is_there`: its compute parameters are staged, or just
+        made by its update."""
         work, machine, strategy = self._work, self._machine, self._strategy
         at_once, stretch = work.micro_batches_at_once, work.stretch
         tokens = work.samples_at_once * work.model.seq
@@ -214,7 +215,7 @@ class _ProgramOfRank:
         compute_seconds = flops_per_numel * self._active_numels[group] / machine.flops_per_s
         from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
         numel, shard = self._numels[group], self._shards[group]
-        gathered = self._stays_gathered(group, backward=backward)
+        gathered = self._stays_gathered(group, backward=backward, first=first)
         self._program.append(
             Use(
                 group,
@@ -233,7 +234,9 @@ class _ProgramOfRank:
             )
         )
 
-    def _stays_gathered(self, group: int, *, backward: bool) -> bool:
+    def _stays_gathered(self, group: int, *, backward: bool, first: bool = False) -> bool:
+        if self._work.keeps_gathered:
+            return backward or not first
         return backward and (group == ROOT or self._strategy.stage < 3)
 
     def _rest(self, group: int, in_backward: int) -> _Elements:

@@ -39,6 +39,8 @@ class Work:
     checkpointing: bool = True
     """True if activations are kept only between blocks, and recomputed."""
     groups_per_block: int = 1
+    keeps_gathered: bool = False
+    """True if groups stay gathered from the first micro-batch to the last."""
     clipping: bool = True
     scheme: Scheme = DEFAULT_SCHEME
     gradient_bytes_max: int | None = None

@@ -47,6 +47,7 @@ from infinity.ranks.all_ranks import (
 from infinity.runtime.expert_parallel import own_experts
 from infinity.runtime.meshes import Grid, check_same_batches, make_grid, split_by_plan
 from infinity.runtime.resolved import Resolved, compute_device
+from infinity.schedule.live import keeps_all
 from infinity.schedule.scheme import APART, late_update
 from infinity.store.durable import DurableRun
 from infinity.swap import SwapManager
@@ -225,7 +226,7 @@ def _fit(
     """Raise as `SwapManager.page` if memory or space is too small. Where the config says "auto", gradients for which memory
     lacks wait on NVMe instead, and speculative updates that lack space or effect on one rank are switched off on all. A
     collective."""
-    assert resolved.paging is not None
+    resolved = _keep_gathered(model, resolved, swap)
     resolved, notes = _bound_gradients(model, resolved, swap)
     assert resolved.paging is not None
     check = partial(
@@ -256,6 +257,22 @@ def _fit(
         with raise_on_all_ranks():
             check(options=paging)
     return resolved, notes
+
+
+def _keep_gathered(model: nn.Module, resolved: Resolved, swap: SwapManager) -> Resolved:
+    """Let all groups stay gathered for a step of several micro-batches, where `keeps_all` says so and the config nothing."""
+    paging, zero, parameters = resolved.paging, resolved.config.zero_optimization, [*model.parameters()]
+    assert paging is not None
+    alone = compute_device().type == "cpu" and resolved.copy_ranks == 1 and zero.stage == 3
+    unasked = zero.stage3_max_reuse_distance == zero.stage3_max_live_parameters == "auto"
+    all_trained = all(parameter.requires_grad for parameter in parameters)
+    if not (alone and unasked and all_trained and resolved.config.passes > 1):
+        return resolved
+    numel = sum(parameter.numel() for parameter in parameters)
+    if not keeps_all(numel, resolved.compute_dtype.itemsize + paging.gradient_dtype.itemsize, swap.memory_bytes):
+        return resolved
+    live = replace(resolved.live, max_reuse_distance=2 * numel)
+    return replace(resolved, live=live, paging=replace(paging, keeps_gathered=True))
 
 
 def _bound_gradients(model: nn.Module, resolved: Resolved, swap: SwapManager) -> tuple[Resolved, list[str]]:

@@ -21,8 +21,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from infinity.schedule.pinned import MEMORY_SHARE
+
 ROOT = 0
 """The number of the root group."""
+
+
+def keeps_all(numel: int, bytes_per_element: int, memory_bytes: float) -> bool:
+    """Return True if all groups of a step of several micro-batches stay gathered by default, on one rank of a CPU.
+
+    That takes the memory of compute parameters that stay staged ([Note: Staying staged] in residency.py), which are then
+    read once more, and saves two copies of them per micro-batch. bytes_per_element: of a compute parameter and a gradient.
+    """
+    return numel * bytes_per_element <= MEMORY_SHARE * memory_bytes
 
 
 @dataclass(frozen=True)

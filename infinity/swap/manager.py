@@ -121,7 +121,8 @@ class SwapManager:
         **io_options: Any,
     ) -> None:
         self.run = run
-        self._memory_bytes = memory_of_rank()
+        self.memory_bytes = memory_of_rank()
+        """This rank's share of the memory that was available."""
         self._pinned_bytes = None if pinned_bytes_max == "auto" else parse_bytes(pinned_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * ACCESS_BYTES:
             raise BudgetError(
@@ -195,7 +196,7 @@ class SwapManager:
         with raise_on_all_ranks(mesh.get_group() if not others and mesh.ndim == 1 else None):
             stored = self._rest_in_files(model, weights, options)
             outline = ModelOutline(groups, dtype, stored)
-            layout, pinned_bytes, staying = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
+            layout, pinned_bytes, staying = plan_model(outline, options, self._budget_bytes, self.memory_bytes)
             files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
             place = _checked_place(self.run, layout, outline, options)
@@ -233,7 +234,7 @@ class SwapManager:
     @property
     def room_for_gradients(self) -> float:
         """Memory (bytes) for gradients that wait, which leaves half of this rank's available memory to the model."""
-        return max(0, self._memory_bytes / 2 - (self._pinned_bytes or 0))
+        return max(0, self.memory_bytes / 2 - (self._pinned_bytes or 0))
 
     def check_fits(
         self,
@@ -262,7 +263,7 @@ class SwapManager:
         options = options.for_ranks(ranks)
         stored = self._rest_in_files(model, weights, options)
         outline = ModelOutline(outlined_groups(model, wrap, ranks_of), dtype, stored)
-        layout = plan_model(outline, options, self._budget_bytes, self._memory_bytes).layout
+        layout = plan_model(outline, options, self._budget_bytes, self.memory_bytes).layout
         _checked_place(self.run, layout, outline, options)
         second = second_slot_bytes(layout, options)
         nbytes = layout.nbytes + layout.gradient_bytes

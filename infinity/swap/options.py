@@ -62,6 +62,8 @@ class PagingOptions:
     keep_on_device: bool = False
     """True if compute parameters also stay on a device with memory of its own: a gather copies none from host memory,
     and each update of a group is followed by a copy of its new ones."""
+    keeps_gathered: bool = False
+    """True if groups stay gathered from the first micro-batch of a step to the last. None then stays staged."""
     gradient_dtype: torch.dtype = torch.float32
     """The dtype of gradients that wait for their update: 16 bits if these hold gradients exactly, see [Note: Gradients
     in 16 bits] in infinity/swap/waiting_gradients.py. The backward takes such gradients; `.grad` is then a stand-in

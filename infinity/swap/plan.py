@@ -118,7 +118,8 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
     comfortable = comfortable_bytes(gather, stepped, waiting)
     only_run = not any(shard.trained for shard in shards)
-    spared = [0 if only_run else _spared_reads(layout, options, k, group.gathers) for k, group in enumerate(groups)]
+    none_stays = only_run or options.keeps_gathered
+    spared = [0 if none_stays else _spared_reads(layout, options, k, group.gathers) for k, group in enumerate(groups)]
     pinned = pinned_bytes
     if pinned is None:
         waiting_gradients = _held_gradient_bytes(layout, options)
