@@ -94,6 +94,59 @@ def tensor_parallel(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Modu
     return parallelize_module(model, mesh["tensor"], plan)
 
 
+class Layer(nn.Module):
+    """GPT-2's: norms with means, and biases everywhere."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.head_width = nn.LayerNorm(width), nn.LayerNorm(width), width // HEADS
+        self.query, self.key, self.value, self.attended = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, INNER), nn.Linear(INNER, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed, shape = self.ln_1(x), (*x.shape[:2], -1, self.head_width)
+        q, k, v = (part(normed).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
+        x = x + self.attended(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    """Learned places, and a head that is the embedding."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(WORDS, width), nn.Embedding(9, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.lm_head(self.ln_f(x[:, :-1])).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gpt(width: int = WIDTH) -> GPT:
+    torch.manual_seed(0)
+    return GPT(width)
+
+
+def split_gpt(mesh: DeviceMesh, width: int = WIDTH) -> nn.Module:
+    """Biases of what is split by columns are whole on each rank, like norms and places, but DTensors of its mesh."""
+    model = gpt(width)
+    columns, rows = ("query", "key", "value", "up"), ("attended", "down")
+    plan: dict[str, Any] = {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        **{f"layers.*.{name}": ColwiseParallel() for name in columns},
+        **{f"layers.*.{name}": RowwiseParallel() for name in rows},
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+    model.lm_head.weight = model.wte.weight
+    return model
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.get_submodule("layers").children():
@@ -207,6 +260,25 @@ def run_engine(folder: str, mesh: DeviceMesh) -> None:
         expected = in_memory(tensor_parallel, mesh, clipping=clipping)
         with make(tensor_parallel(mesh), config(folder, update, clipping), mesh=mesh) as engine:
             check(expected, steps(engine, 0, STEPS), update)
+
+
+def run_gpt(folder: str, mesh: DeviceMesh) -> None:
+    """Also the bytes of each rank: 10 read and 12 written for each element of its shard, which is a fourth of the matrices."""
+    for clipping, updates in ((0.0, ("backward",)), (0.5, ("step", "forward", "backward"))):
+        expected = in_memory(split_gpt, mesh, clipping=clipping)
+        for update in updates:
+            settings = config(folder, update, clipping)
+            settings["infinity"]["wrap"] = ["Layer"]
+            with make(split_gpt(mesh), settings, mesh=mesh) as engine:
+                check(expected, steps(engine, 0, STEPS), f"{update}, clipped at {clipping}")
+    settings = config(folder, "forward", 0.5)
+    settings["infinity"] = {"pinned_bytes_max": "24MiB", "update": "forward"}
+    with make(split_gpt(mesh, 512), settings, mesh=mesh) as engine:
+        steps(engine, 0, 3)
+        shard, stats = engine.shard_numel, engine.step_stats
+        assert stats is not None
+        moved = stats.read_bytes / shard, stats.written_bytes / shard, shard / engine.numel
+        assert moved == pytest.approx((10, 12, 1 / 4), rel=0.02), moved
 
 
 def matrices_and_micro_batches(folder: str, mesh: DeviceMesh) -> None:
@@ -393,6 +465,7 @@ def pipelines(folder: str, mesh: DeviceMesh) -> None:
 CASES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "pages": page_all,
     "engine": run_engine,
+    "GPT": run_gpt,
     "matrices and micro-batches": matrices_and_micro_batches,
     "checkpoints": checkpoints,
     "first values": first_values,
