@@ -34,6 +34,12 @@ def stacked_experts(model: nn.Module) -> list[Any]:
 def check_experts(model: nn.Module, ranks: int) -> None:
     """Raise ConfigError if `own_experts` can't split a model over so many ranks."""
     experts = stacked_experts(model)
+    for name, module in model.named_modules() if not experts else ():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+            raise ConfigError(
+                f"expert_parallel.autoep_size: {name} has a module per expert, which the model calls one by one, so that ranks "
+                "would take turns: leave expert_parallel out, or send the tokens yourself, in an FSDP2 loop"
+            )
     if not experts:
         raise ConfigError(
             f"expert_parallel.autoep_size: {type(model).__name__} has no block whose experts are in one module with a row per "

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -398,6 +399,10 @@ def refuse(folder: str, mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(infinity.ConfigError, match=words):
             make(tensor_parallel(mesh) if split else Llama(), changed, mesh=on)
+    mixture = Llama()
+    mixture.layers[1].experts = nn.ModuleList(FeedForward() for _ in range(4))  # type: ignore[union-attr]
+    with pytest.raises(infinity.ConfigError, match=r"layers.1.experts has a module per expert"):
+        make(mixture, settings | {"expert_parallel": {"enabled": True, "autoep_size": 2}})
     with make(tensor_parallel(mesh), settings, mesh=mesh) as engine:
         with pytest.raises(infinity.InfinityError, match="ranks 0 to 1 split the model and need the same batches"):
             engine(batch(0, dist.get_rank()))
@@ -462,6 +467,63 @@ def pipelines(folder: str, mesh: DeviceMesh) -> None:
                 check(expected, run_stage(stage, optimizer, schedule, mesh), update)
 
 
+class Experts(nn.Module):
+    """A mixture with a module per expert: each rank of the mesh's last dimension has two of four, and tokens go to them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, here = mesh["experts"].get_group(), mesh["experts"].get_local_rank()
+        self.router, everywhere = nn.Linear(WIDTH, 4, bias=False), [FeedForward() for _ in range(4)]
+        self.experts = nn.ModuleDict({str(number): everywhere[number] for number in (2 * here, 2 * here + 1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        sent = torch.bincount(chosen, minlength=4)
+        came = torch.empty_like(sent)
+        dist.all_to_all_single(came, sent, group=self.group)
+        goes, comes = sent.view(2, 2).sum(1).tolist(), came.view(2, 2).sum(1).tolist()
+        there = all_to_all_single_autograd(tokens[order], comes, goes, self.group)
+        parts: Any = there.split(came.tolist())
+        made: Any = [None] * 4
+        for number, expert in enumerate(self.experts.values()):
+            arrived = torch.cat([*parts[number::2], tokens.new_zeros(1, WIDTH)])  # each owner gets a gradient
+            made[number::2] = expert(arrived)[:-1].split([len(part) for part in parts[number::2]])
+        back = all_to_all_single_autograd(torch.cat(made), goes, comes, self.group)
+        return torch.zeros_like(tokens).index_copy(0, order, back * weight[order, None]).view(x.shape)
+
+
+def modules_per_expert(folder: str, mesh: DeviceMesh) -> None:
+    """In a loop of one's own, in which torch shards each expert over its owners, and everything else over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("owners", "experts"))
+    data = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Llama()
+        for layer in model.layers:
+            layer.mlp = Experts(mesh)
+            for expert in layer.mlp.experts.values():
+                fully_shard(expert, mesh=mesh["owners"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+                expert.set_gradient_divide_factor(4.0)  # all ranks, whose tokens it gets
+                expert.set_force_sum_reduction_for_comms(True)  # gloo sums only
+        return shard(model, data)
+
+    model = build()
+    expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), dist.get_rank())
+    everywhere: list[Any] = [None] * 4
+    dist.all_gather_object(everywhere, [name for name, _ in model.named_parameters()])
+    assert len({name for names in everywhere for name in names}) == len(everywhere[0]) + 2 * 2 * 3
+    for update in ("step", "forward", "backward"):
+        model = build()
+        options = infinity.PagingOptions(update=update, param_persistence_threshold=0)  # type: ignore[arg-type]
+        with infinity.SwapManager(folder, pinned_bytes_max="8MiB") as swap:
+            swap.page(model, options)
+            optimizer = infinity.PagedAdamW(model.parameters(), lr=1e-2, swap=swap, fused=True)
+            check(expected, train(model, optimizer, dist.get_rank()), update)
+
+
 CASES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "pages": page_all,
     "engine": run_engine,
@@ -472,6 +534,7 @@ CASES: dict[str, Callable[[str, DeviceMesh], None]] = {
     "resume": resume,
     "refusals": refuse,
     "pipelines": pipelines,
+    "modules per expert": modules_per_expert,
 }
 
 if __name__ == "__main__":
