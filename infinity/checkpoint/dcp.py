@@ -66,8 +66,8 @@ def save(
     manifest = replace(
         manifests[0],
         aliases={alias: name for one in manifests for alias, name in one.aliases.items()},
-        buffers=[name for one in manifests for name in one.buffers],
-        scalars=sorted(name for one in manifests for name in one.scalars),
+        buffers=[*dict.fromkeys(name for one in manifests for name in one.buffers)],
+        scalars=sorted({name for one in manifests for name in one.scalars}),
     )
     with raise_on_all_ranks():
         blob = encode(training_state)
@@ -179,6 +179,8 @@ def _from_stages(
             with raise_on_all_ranks():
                 if number == dist.get_rank(pipe):
                     _, tensor = next(here)
+            if any(name in earlier for earlier in of_stages[:number]):  # a copy
+                continue
             sent = tensor.to(device).contiguous()
             dist.broadcast(sent.view(-1).view(torch.uint8), group=pipe, group_src=number)
             yield name, sent.cpu()
@@ -198,7 +200,7 @@ def _with_stages(state: dict[str, Any], pipe: dist.ProcessGroup | None) -> dict[
     0 writes. A collective of `pipe`."""
     groups = zip(*_of_stages(state["optimizer"]["param_groups"], pipe), strict=True)
     state["optimizer"]["param_groups"] = [
-        {**g[0], "params": [name for one in g for name in one["params"]]} for g in groups
+        {**g[0], "params": [*dict.fromkeys(name for one in g for name in one["params"])]} for g in groups
     ]
     tensors = {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
     here = {key: (tuple(tensor.shape), tensor.numel() * tensor.itemsize) for key, tensor in tensors.items()}

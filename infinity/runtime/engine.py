@@ -79,7 +79,7 @@ class Engine(DeepSpeedSurface):
         self.client_state: dict[str, Any] = {}
         """Your own plain values and tensors, such as the position in the data. With `infinity.durability`, the commit of each
         step has them as they are when `step` returns, and a resume restores them."""
-        self.numel = sum(p.numel() for p in module.parameters())
+        self.numel = sum(p.numel() for p in parts.ties.counted(module))
         """Parameters of the whole model."""
         if parts.grid.pipe is not None:
             self.numel = sum(from_all_ranks(self.numel, parts.grid.pipe))
@@ -382,6 +382,7 @@ class Engine(DeepSpeedSurface):
         with self._in_pass("a train_batch"):
             try:
                 losses = stages.losses(batches, loss_fn)
+                self._parts.ties.sum_gradients()
                 self._progress.end_backward([loss / len(losses) for loss in losses], 0)
                 self._step()
             finally:
@@ -433,7 +434,9 @@ class Engine(DeepSpeedSurface):
                 )  # groups that an evaluation left gathered would become stale, and hide the gradients
                 with measured(self.timeline, "gradients", "norm of the gradients"):
                     self._grad_norm, factor = gradient_factor(
-                        scaled_norm(self.module.parameters(), self._updater.take_gradients(), self._parts.grid.pipe),
+                        scaled_norm(
+                            self._parts.ties.counted(self.module), self._updater.take_gradients(), self._parts.grid.pipe
+                        ),
                         loss_scale=self.cur_scale,
                         clipping=self.gradient_clipping(),
                         may_overflow=self._loss_scale.may_overflow,

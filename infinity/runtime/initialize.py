@@ -42,6 +42,7 @@ from infinity.runtime.optimizers import (
     trained_names,
 )
 from infinity.runtime.parts import Parts
+from infinity.runtime.pipeline import PipelineModule, Ties
 from infinity.runtime.prepare import check_alike, check_supported, drawing_alike, give_values, grid_of, shard_and_page
 from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
@@ -143,6 +144,8 @@ def initialize(
             give_values(model, resolved, swap, weights, init_fn, unpaged_state)
             made = make_optimizer(model, asked.config, asked.optimizer, asked.groups, swap, asked.stepper)
             schedule = make_schedule(asked.config, lr_scheduler, made, asked.optimizer)
+        ties = Ties(model, grid.pipe)
+        ties.share_values()
         parts = Parts(
             module=model,
             optimizer=made,
@@ -155,6 +158,7 @@ def initialize(
             routes=routes,
             peers=peers,
             grid=grid,
+            ties=ties,
         )
         engine = Engine(parts, close_group)
         save_as_pretrained(engine)
@@ -221,6 +225,7 @@ def _understand(
         numel=sum(p.numel() for p in model.parameters()),
         moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
         matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
+        tied=frozenset(model.copies()) if isinstance(model, PipelineModule) else frozenset(),
         trains=optimizer is not None or config.optimizer is not None,
         grid=grid,
         stages=stages,

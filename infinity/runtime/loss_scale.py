@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from infinity.config.blocks import Fp16Config
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import is_alone, local_of
+from infinity.runtime.resolved import compute_device
 
 log = logging.getLogger("infinity")
 
@@ -129,7 +130,7 @@ def scaled_norm(
     """Return the norm (0-D) of the whole gradient over all ranks, still multiplied by the loss scale.
 
     taken: norms (0-D) of gradients that have left `.grad`. pipe: the ranks with the other stages of the model. Raises
-    InfinityError if there is no gradient at all.
+    InfinityError if a whole model has no gradient at all.
     """
     norms: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -139,13 +140,13 @@ def scaled_norm(
             norm = torch.linalg.vector_norm(grad, 2.0)
         if norm is not None:
             norms.setdefault(norm.device_mesh if isinstance(norm, DTensor) else None, []).append(norm)
-    if not norms:
+    if not norms and pipe is None:
         raise InfinityError("step() without gradients: call backward(loss) before it")
     # As torch.nn.utils.get_total_norm computes it, which takes the gradients of one mesh.
     of_meshes = [torch.linalg.vector_norm(torch.stack(of_mesh), 2.0) for of_mesh in norms.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in of_meshes]
     if pipe is not None:
-        here = torch.linalg.vector_norm(torch.stack(whole), 2.0)
+        here = torch.linalg.vector_norm(torch.stack(whole), 2.0) if whole else torch.zeros((), device=compute_device())
         whole = [torch.empty_like(here) for _ in range(dist.get_world_size(pipe))]
         dist.all_gather(whole, here, group=pipe)
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), 2.0)

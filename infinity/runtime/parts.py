@@ -16,6 +16,7 @@ from infinity.fsdp2.vertical import Vertical
 from infinity.ranks.peers import Peers
 from infinity.runtime.in_memory import InMemory, NoCommits
 from infinity.runtime.meshes import Grid
+from infinity.runtime.pipeline import Ties
 from infinity.runtime.resolved import Resolved
 from infinity.store.durable import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
@@ -40,6 +41,7 @@ class Parts:
     routes: Routes | None
     peers: Peers
     grid: Grid
+    ties: Ties
 
     def __post_init__(self) -> None:
         swap, optimizer = self.swap, self.optimizer

@@ -18,6 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import init_empty
+from infinity.fsdp2.placements import as_sharded
+from infinity.fsdp2.sharding import local_of
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
+from infinity.runtime.resolved import compute_device
 
 
 class LayerSpec:
@@ -33,8 +37,9 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is the same module as the others of its `key`. forward_fn: called with the module and the input instead of
-    the module's forward. tied_weight_attr is accepted: all parameters are shared."""
+    """A layer that is the same module as the others of its `key`. Each stage that uses it has a copy, and copies stay equal.
+    forward_fn: called with the module and the input instead of the module's forward. tied_weight_attr is accepted: all
+    parameters are shared."""
 
     def __init__(
         self,
@@ -90,11 +95,14 @@ class PipelineModule(nn.Module):
         self.layers = nn.ModuleList()
         self.tied_modules = nn.ModuleDict()
         """By key. In the root group, because a forward_fn may use their parameters without calling them."""
+        self._specs = {layer.key: layer for layer in reversed(layers) if isinstance(layer, TiedLayerSpec)}
+        """By key: the first layer, whose module all stages build."""
         self._calls: list[Callable[[Any], Any]] = []
         bounds = [0, len(layers)]
         if self.num_stages > 1:
             bounds = _bounds(_weights(layers, partition_method), self.num_stages)
-            _check_apart(layers, bounds)
+        self._tied_across = _tied_across(layers, bounds)
+        """Keys of the TiedLayerSpecs that several stages use, and so have copies of."""
         number = 0
         for place, layer in enumerate(layers):
             if bounds[self.stage] <= place < bounds[self.stage + 1]:
@@ -113,11 +121,16 @@ class PipelineModule(nn.Module):
                 value = call(value)
         return value
 
+    def copies(self) -> dict[str, nn.Parameter]:
+        """Return this stage's parameters, by name, of which other stages have copies too."""
+        starts = tuple(f"tied_modules.{key}." for key in self._tied_across)
+        return {name: parameter for name, parameter in self.named_parameters() if name.startswith(starts)}
+
     def _added(self, layer: Any, place: int, number: int) -> Callable[[Any], Any]:
         """Add a layer, and return the function to call for it. number: of modules before it, in all stages."""
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
-                self.tied_modules[layer.key] = layer.build()
+                self.tied_modules[layer.key] = self._specs[layer.key].build()
             module, forward_fn = self.tied_modules[layer.key], layer.forward_fn
             return module if forward_fn is None else lambda value: forward_fn(module, value)
         module = layer.build() if isinstance(layer, LayerSpec) else layer
@@ -126,6 +139,55 @@ class PipelineModule(nn.Module):
         elif not callable(module):
             raise ConfigError(f"layer {place} of a PipelineModule is a {type(layer).__name__}, and can't be called")
         return module
+
+
+class Ties:
+    """Keeps equal what several stages have of a TiedLayerSpec, as DeepSpeed does. The copies begin with the values of the first
+    of these stages, and every step updates each of them with the sum of all their gradients.
+
+    The sum is known after the last backward of all stages. Until then these gradients stay in `.grad`: `PagingOptions.tied`.
+    """
+
+    def __init__(self, model: nn.Module, pipe: dist.ProcessGroup | None) -> None:
+        self._pipe = pipe
+        self._here: dict[str, Any] = model.copies() if isinstance(model, PipelineModule) else {}
+        shapes = {name: local_of(p.data).shape for name, p in self._here.items()}
+        self._copies: dict[str, tuple[torch.Size, int]] = {}
+        """By name of each parameter with copies, in the same order on all stages: the shape of a shard, and the first stage."""
+        for stage, of_stage in enumerate(from_all_ranks(shapes, pipe) if pipe is not None else ()):
+            self._copies = {name: (shape, stage) for name, shape in of_stage.items()} | self._copies
+        stage = dist.get_rank(pipe)
+        self._earlier = frozenset(p for name, p in self._here.items() if self._copies[name][1] != stage)
+
+    def counted(self, model: nn.Module) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this stage, except copies of those that an earlier stage has."""
+        return (parameter for parameter in model.parameters() if parameter not in self._earlier)
+
+    @torch.no_grad()
+    def share_values(self) -> None:
+        """Set all copies to the values of the first. A collective."""
+        for name, (shape, first) in self._copies.items():
+            values, data = torch.empty(shape, device=compute_device()), getattr(self._here.get(name), "data", None)
+            with raise_on_all_ranks():
+                if data is not None:
+                    values.copy_(local_of(data))
+            dist.broadcast(values, group=self._pipe, group_src=first)
+            with raise_on_all_ranks():
+                if data is not None:
+                    data.copy_(as_sharded(values.to(data.device), data))
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Set the gradients of all copies to their sum, before the step. A collective."""
+        for name, (shape, _) in self._copies.items():
+            parameter = self._here.get(name)
+            grad = parameter.grad if parameter is not None else None
+            if not any(from_all_ranks(grad is not None, self._pipe)):
+                continue
+            total = local_of(grad) if grad is not None else torch.zeros(shape, device=compute_device())
+            dist.all_reduce(total, group=self._pipe)
+            if parameter is not None and grad is None:
+                parameter.grad = as_sharded(total, parameter.data)
 
 
 def _stage_of_rank(num_stages: int) -> int:
@@ -183,17 +245,21 @@ def _bounds(weights: Sequence[int], stages: int) -> list[int]:
     return best[len(weights)][1]
 
 
-def _check_apart(layers: Sequence[Any], bounds: Sequence[int]) -> None:
-    """Raise ConfigError if stages share a parameter: each would update a copy of its own."""
+def _tied_across(layers: Sequence[Any], bounds: Sequence[int]) -> frozenset[str]:
+    """Return the keys of the TiedLayerSpecs whose uses are in several stages. Raises ConfigError if stages share a parameter
+    in another way: each would update a copy of its own."""
     stage_of: dict[Any, int] = {}
+    across = set()
     for stage, (first, end) in enumerate(pairwise(bounds)):
         for place in range(first, end):
             layer = layers[place]
-            shared = [layer.key] if isinstance(layer, TiedLayerSpec) else _parameters(layer)
-            for one in shared:
-                if stage_of.setdefault(one, stage) != stage:
-                    user = f"TiedLayerSpec {one!r}" if isinstance(one, str) else f"a parameter of layer {place}"
+            for one in [layer.key] if isinstance(layer, TiedLayerSpec) else _parameters(layer):
+                if stage_of.setdefault(one, stage) == stage:
+                    continue
+                if not isinstance(one, str):
                     raise ConfigError(
-                        f"{user} is used in stages {stage_of[one]} and {stage}, and can't be tied across stages: use a "
-                        "LayerSpec of its own in each, or a partition_method that puts its uses into one stage"
+                        f"a parameter of layer {place} is used in stages {stage_of[one]} and {stage}: make its layers "
+                        "TiedLayerSpecs of one key, or use a partition_method that puts its uses into one stage"
                     )
+                across.add(one)
+    return frozenset(across)

@@ -73,6 +73,7 @@ def resolve(
     numel: int,
     moments: tuple[str, ...],
     matrices: frozenset[str] = frozenset(),
+    tied: frozenset[str] = frozenset(),
     trains: bool = True,
     grid: Grid | None = None,
     stages: int = 1,
@@ -84,6 +85,7 @@ def resolve(
         ranks: number of ranks of the training, or of one of its `stages`.
         numel: elements of the model.
         moments: names of the optimizer's state per element. matrices: names of the parameters that Muon updates.
+        tied: names of the parameters of which other stages have copies.
         trains: True if the config or the caller names an optimizer.
         grid: of a mesh that the user passed.
         device_type: type of the compute device, "cpu" or "cuda".
@@ -138,7 +140,7 @@ def resolve(
         stages=stages,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        paging=_paging_options(config, ranks, shard_ranks * tensor_ranks, numel, moments, matrices)
+        paging=_paging_options(config, ranks, shard_ranks * tensor_ranks, numel, moments, matrices, tied)
         if config.offloads
         else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
@@ -194,6 +196,7 @@ def _paging_options(
     numel: int,
     moments: tuple[str, ...],
     matrices: frozenset[str],
+    tied: frozenset[str],
 ) -> PagingOptions:
     zero, infinity = config.zero_optimization, config.infinity
     activations, offload = infinity.offload_activations, zero.offload_optimizer
@@ -230,6 +233,7 @@ def _paging_options(
         moments=moments,
         moments_dtype=MOMENT_DTYPES[infinity.moments_dtype],
         matrices=matrices,
+        tied=tied,
         matrix_moments=MATRIX_MOMENTS if matrices else (),
     )
 

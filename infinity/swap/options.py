@@ -87,6 +87,9 @@ class PagingOptions:
     """Names of the parameters that the optimizer updates as whole matrices. For these it keeps `matrix_moments` instead
     of `moments`: Muon a `("momentum_buffer",)`."""
     matrix_moments: tuple[str, ...] = ()
+    tied: frozenset[str] = frozenset()
+    """Names of the parameters whose gradients others complete before the step, so they stay in `.grad` until then; the
+    compute parameters stay in host memory, as those of small parameters do."""
     updates_are_collective: bool = False
     """True if all ranks update a sub-group together, in collectives, as for sharded `matrices`; `page` sets it. A
     single rank can't run such an update, so none is deferred beyond the step: the step makes all updates that the

@@ -173,7 +173,7 @@ def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
             foreign = parameter.name in stored
             small = not foreign and whole_numel < options.param_persistence_threshold and whole_numel <= small_left
             small_left -= whole_numel if small else 0
-            resident = not foreign and (hold_all or small)
+            resident = not foreign and (hold_all or small or parameter.name in options.tied)
             if not resident and not foreign and numel <= left:
                 resident = True
                 left -= numel

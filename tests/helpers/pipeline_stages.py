@@ -36,12 +36,30 @@ LAYERS = (
 )
 
 
+class Words(nn.Embedding):
+    """Embeds words and their places; the last layer uses the words alone."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.places
+
+
+TIED = (
+    TiedLayerSpec("words", Words),
+    *LAYERS[2:7],
+    TiedLayerSpec("words", Words, forward_fn=lambda words, hidden: F.linear(hidden, words.weight)),
+)
+
+
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def build(stages: int = 2, **arguments: Any) -> PipelineModule:
-    return PipelineModule(LAYERS, num_stages=stages, loss_fn=loss_of, seed_layers=True, **arguments)
+def build(stages: int = 2, layers: Any = LAYERS, **arguments: Any) -> PipelineModule:
+    return PipelineModule(layers, num_stages=stages, loss_fn=loss_of, seed_layers=True, **arguments)
 
 
 def batches(step: int, ranks: int = 2) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -67,13 +85,18 @@ class Plain(nn.Module):
         return made
 
 
-def in_memory(*, clipping: float) -> Outcome:
-    """torch's FSDP2 and pipelining, without infinity but for the model's layers."""
+def in_memory(*, clipping: float, layers: Any = LAYERS) -> Outcome:
+    """torch's FSDP2 and pipelining, without infinity but for the model's layers. Copies of a tied layer begin alike and get the
+    sum of their gradients; the norm counts the first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
-    pipe, model = mesh["pipe"].get_group(), build()
+    pipe, model = mesh["pipe"].get_group(), build(layers=layers)
+    for parameter in model.tied_modules.parameters():
+        dist.broadcast(parameter.data, group=pipe, group_src=0)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for module in (*(layer for layer in model.layers if isinstance(layer, Block)), model):
         fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+    copies = [*model.tied_modules.parameters()]
+    counted = [p for p in model.parameters() if model.stage == 0 or not any(p is copy for copy in copies)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     stage = PipelineStage(Plain(model), dist.get_rank(pipe), 2, torch.device("cpu"), group=pipe)
     runs = Schedule1F1B(
@@ -84,8 +107,11 @@ def in_memory(*, clipping: float) -> Outcome:
         inputs, labels = zip(*itertools.islice(data, MICRO_BATCHES), strict=True)
         of_step: list[torch.Tensor] = []
         runs.step(*([torch.cat(inputs)] if model.stage == 0 else []), target=torch.cat(labels), losses=of_step)
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
+            dist.all_reduce(copy.grad._local_tensor, group=pipe)  # type: ignore[attr-defined]
         if clipping:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()  # type: ignore
+            norm = torch.nn.utils.get_total_norm([p.grad for p in counted]).full_tensor()  # type: ignore
             of_stages = [torch.empty_like(norm) for _ in range(2)]
             dist.all_gather(of_stages, norm, group=pipe)
             factor = torch.clamp(clipping / (torch.linalg.vector_norm(torch.stack(of_stages)) + 1e-6), max=1.0)
@@ -185,6 +211,38 @@ def checkpoints(folder: str) -> None:
         shutil.rmtree(place)
 
 
+def tied(folder: str) -> None:
+    """Embedding and head are one matrix, of which both ends of the pipeline have a copy."""
+    expected, nowhere = in_memory(clipping=0.5, layers=TIED), {"zero_optimization": {"stage": 3}}
+    place = Path(folder) / "checkpoints"
+    for update, changed in (("backward", {}), ("forward", {}), ("auto", nowhere)):
+        with make(build(layers=TIED), settings(folder, update, **changed)) as engine:
+            check(expected, train(engine, 0, STEPS), update)
+            found = of_all(values(engine))
+            assert engine.numel == sum(value.numel() for value in found.values())
+            check(([], {name: found[name] for name in values(engine)}), ([], values(engine)), "the copies")
+            if update == "forward":
+                engine.save_checkpoint(place)
+                engine.save_16bit_model(place)
+                after = train(engine, STEPS, STEPS + 1)
+    with make(build(layers=TIED), settings(folder)) as engine:
+        engine.load_checkpoint(place)
+        check(after, train(engine, STEPS, STEPS + 1), "the run that went on")
+    outcomes = []
+    for stages in (1, 2):
+        with make(build(stages, TIED), settings(folder)) as engine:
+            loss = engine.train_batch(batches(0, 2)).item()
+            outcomes.append((loss, float(engine.get_global_grad_norm())))
+            engine.load_checkpoint(place)
+            check(([], {name: found[name] for name in values(engine)}), ([], values(engine)), f"{stages} stages")
+    torch.testing.assert_close(*map(torch.tensor, outcomes), rtol=1e-2, atol=0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        exported = load_file(place / "model.safetensors")
+        assert all(exported.pop(name).equal(value.bfloat16()) for name, value in found.items()) and not exported
+        shutil.rmtree(place)
+
+
 def refuse(folder: str) -> None:
     good = settings(folder)
     zero = good["zero_optimization"]
@@ -213,12 +271,10 @@ def refuse(folder: str) -> None:
         make(nn.Sequential(build()), good)
     with pytest.raises(infinity.ConfigError, match="init_inference runs a whole model"):
         infinity.init_inference(build())
-    ends = [TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH) for _ in range(2)]
     shared = nn.Linear(WIDTH, WIDTH)
     for words, layers, arguments in (
         ("got 3, expected a divisor of the 4 ranks", LAYERS, {"num_stages": 3}),
         ("got 4, expected at most the 3 layers", LAYERS[:3], {"num_stages": 4}),
-        ("'words' is used in stages 0 and 1", (ends[0], *LAYERS, ends[1]), {"num_stages": 2}),
         ("a parameter of layer 5 is used in stages 0 and 1", (shared, *LAYERS[2:6], shared), {"num_stages": 2}),
         ("partition_method of a PipelineModule: got .best.", LAYERS, {"num_stages": 2, "partition_method": "best"}),
     ):
@@ -310,6 +366,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "checkpoints": checkpoints,
     "refusals": refuse,
     "shapes": shapes,
+    "tied": tied,
     "errors": errors,
 }
 
