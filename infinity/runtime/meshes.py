@@ -32,7 +32,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.placements import STAGE
 from infinity.ranks.all_ranks import from_all_ranks
-from infinity.runtime.expert_parallel import check_experts
+from infinity.runtime.expert_parallel import check_experts, stacked_experts
 
 _BY_HAND = "split the model by torch's parallelize_module and pass mesh= to initialize"
 
@@ -190,9 +190,10 @@ def _styles(model: nn.Module) -> dict[str, ParallelStyle]:
                 styles[names[part]] = style if _is_splittable(part, style) else type(part).__name__
     unknown = sorted(f"{name} ({style})" for name, style in {**plan, **styles}.items() if style not in _STYLES)
     if unknown or not styles:
+        first = "split its experts by expert_parallel.autoep_size, or " if stacked_experts(planned) else ""
         raise ConfigError(
             f"tensor_parallel.autotp_size: the tp_plan of {kind} splits {', '.join(unknown[:3]) or 'none of its modules'}, "
-            f"which infinity can't do: {_BY_HAND}"
+            f"which infinity can't do: {first}{_BY_HAND}"
         )
     return {name: _STYLES[style]() for name, style in styles.items()}
 

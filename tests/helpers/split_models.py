@@ -218,6 +218,8 @@ def refuse_experts(folder: str) -> None:
         asked = settings | {"expert_parallel": {"enabled": True, "autoep_size": size}} | changed
         with pytest.raises(infinity.ConfigError, match=words):
             infinity.initialize(model=build(MIXTURES["Mixtral"]), config=asked)
+    with pytest.raises(infinity.ConfigError, match=r"split its experts by expert_parallel.autoep_size"):
+        infinity.initialize(model=build(MIXTURES["Mixtral"]), config=settings | {"tensor_parallel": {"autotp_size": 2}})
     asked = settings | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     with pytest.raises(infinity.ConfigError, match="has no block whose experts are in one module"):
         infinity.initialize(model=build(MODELS["Llama"]), config=asked)
