@@ -101,6 +101,10 @@ struct Lanes {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value.low);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, value.high);
   }
+  INLINE static void store_transposed(uint32_t* to, int64_t stride, const Words (&a)[4]) {
+    store_transposed(to, stride, a[0].low, a[1].low, a[2].low, a[3].low);
+    store_transposed(to + 8 * stride, stride, a[0].high, a[1].high, a[2].high, a[3].high);
+  }
   INLINE static Words words(uint32_t value) {
     __m256i all = _mm256_set1_epi32(static_cast<int32_t>(value));
     return {all, all};
@@ -195,6 +199,20 @@ struct Lanes {
 
  private:
   static constexpr int kMiddleSwapped = 0xD8;
+
+  // Lane i of all four lies side by side at to + i * stride.
+  INLINE static void store_transposed(uint32_t* to, int64_t stride, __m256i a, __m256i b, __m256i c, __m256i d) {
+    __m256i low[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d)};
+    __m256i high[2] = {_mm256_unpackhi_epi32(a, b), _mm256_unpackhi_epi32(c, d)};
+    store_both(to, 4 * stride, _mm256_unpacklo_epi64(low[0], low[1]));
+    store_both(to + stride, 4 * stride, _mm256_unpackhi_epi64(low[0], low[1]));
+    store_both(to + 2 * stride, 4 * stride, _mm256_unpacklo_epi64(high[0], high[1]));
+    store_both(to + 3 * stride, 4 * stride, _mm256_unpackhi_epi64(high[0], high[1]));
+  }
+  INLINE static void store_both(uint32_t* to, int64_t stride, __m256i a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + stride), _mm256_extracti128_si256(a, 1));
+  }
 
   // In some lane of the result, where one of the two that it comes from is a NaN.
   INLINE static __m256 unordered(Floats a) { return _mm256_cmp_ps(a.low, a.high, _CMP_UNORD_Q); }

@@ -63,6 +63,16 @@ struct Lanes {
   using Words = __m512i;
   INLINE static Words load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
   INLINE static void store_words(uint32_t* to, Words value) { _mm512_storeu_si512(to, value); }
+  // Lane i of all four lies side by side at to + i * stride.
+  INLINE static void store_transposed(uint32_t* to, int64_t stride, const Words (&a)[4]) {
+    constexpr __mmask8 kAllEight = 0xFF;
+    Words low[2] = {_mm512_maskz_unpacklo_epi32(kAll, a[0], a[1]), _mm512_maskz_unpacklo_epi32(kAll, a[2], a[3])};
+    Words high[2] = {_mm512_maskz_unpackhi_epi32(kAll, a[0], a[1]), _mm512_maskz_unpackhi_epi32(kAll, a[2], a[3])};
+    store_quarters(to, 4 * stride, _mm512_maskz_unpacklo_epi64(kAllEight, low[0], low[1]));
+    store_quarters(to + stride, 4 * stride, _mm512_maskz_unpackhi_epi64(kAllEight, low[0], low[1]));
+    store_quarters(to + 2 * stride, 4 * stride, _mm512_maskz_unpacklo_epi64(kAllEight, high[0], high[1]));
+    store_quarters(to + 3 * stride, 4 * stride, _mm512_maskz_unpackhi_epi64(kAllEight, high[0], high[1]));
+  }
   INLINE static Words words(uint32_t value) { return _mm512_set1_epi32(static_cast<int32_t>(value)); }
   INLINE static Words numbered_from(uint32_t first) {
     return _mm512_add_epi32(words(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
@@ -129,6 +139,14 @@ struct Lanes {
   }
 
  private:
+  INLINE static void store_quarters(uint32_t* to, int64_t stride, Words a) {
+    constexpr __mmask8 kAllFour = 0xF;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_extracti32x4_epi32(kAllFour, a, 0));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + stride), _mm512_maskz_extracti32x4_epi32(kAllFour, a, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * stride), _mm512_maskz_extracti32x4_epi32(kAllFour, a, 2));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 3 * stride), _mm512_maskz_extracti32x4_epi32(kAllFour, a, 3));
+  }
+
   // Some headers of GCC warn of an uninitialised register in what has no mask (bug 105593).
   static constexpr __mmask16 kAll = 0xFFFF;
 };

@@ -68,6 +68,7 @@ struct Lanes {
   using Words = uint32_t;
   static Words load_words(const uint32_t* from) { return *from; }
   static void store_words(uint32_t* to, Words value) { *to = value; }
+  static void store_transposed(uint32_t* to, int64_t, const Words (&a)[4]) { std::memcpy(to, a, sizeof a); }
   static Words words(uint32_t value) { return value; }
   static Words numbered_from(uint32_t first) { return first; }
   static Words add(Words a, Words b) { return a + b; }

@@ -46,7 +46,7 @@ def matrices(draw: st.DrawFn) -> tuple[CodedMatrix, int, int]:
         lines = drawn(random, -(-columns // (4 * in_byte)), 4 * (row + rows)).view(torch.int32)
     else:
         lines = drawn(random, columns, 4 * -(-(row + rows) // 8))
-    in_group = draw(st.integers(1, 9))
+    in_group = draw(st.sampled_from([1, 1, 2, 9]))
     first = draw(st.integers(0, in_group - 1))
     width = draw(st.sampled_from([1, 3, 16, 24, 32, 128, 400]))
     groups = -(-(column + columns) // width)
@@ -55,13 +55,17 @@ def matrices(draw: st.DrawFn) -> tuple[CodedMatrix, int, int]:
     scale_dtype = draw(st.sampled_from([*DTYPES, torch.uint8, torch.float8_e4m3fn]))
     numbers = draw(st.sampled_from([E2M1, tuple(map(float, range(-8, 8)))] if four_bits else EIGHT_BITS))
     integers = numbers is not E2M1 and (four_bits or numbers in (torch.uint8, torch.int8))
-    zeros = torch.randint(-8, 9, shape, generator=random).float()
+    factors = {"zeros": torch.randint(-8, 9, shape, generator=random).float(), **scales_of(scale_dtype, random, *shape)}
+    if not (integers and draw(st.booleans())):
+        factors["zeros"] = None
+    for name in ("scales", "zeros"):
+        if factors[name] is not None and draw(st.booleans()):
+            factors[name] = factors[name].t().contiguous().t()
     matrix = CodedMatrix(
         lines=lines,
         numbers=numbers,
-        **scales_of(scale_dtype, random, *shape),
+        **factors,
         columns=order if draw(st.booleans()) else width,
-        zeros=zeros if integers and draw(st.booleans()) else None,
         through=draw(st.sampled_from([None, torch.bfloat16, torch.float16])),
         rows=in_group,
         row_in_group=first,
@@ -93,13 +97,18 @@ def test_every_way_gives_the_same(drawn: tuple[CodedMatrix, int, int], dtype: to
         assert (around[:32] == 7).all() and (around[-32:] == 7).all()
 
 
-@pytest.mark.parametrize("layout", ["words", "nibbles"])
-def test_large_ones_are_stored_past_the_caches(layout: str) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "words", "nibbles"])
+def test_large_ones_are_stored_past_the_caches(layout: str, ordered: bool) -> None:
     random = torch.Generator().manual_seed(0)
     rows, columns = 1100, 2048
-    shape = (columns // 8, rows * 4) if layout == "words" else (columns, -(-rows // 8) * 4)
+    shapes = {"rows": (rows, columns // 2), "words": (columns // 8, rows * 4), "nibbles": (columns, -(-rows // 8) * 4)}
     matrix = CodedMatrix(
-        lines=drawn(random, *shape), numbers=E2M1, scales=torch.rand(rows, 16), columns=128, layout=layout
+        lines=drawn(random, *shapes[layout]),
+        numbers=E2M1,
+        scales=torch.rand(16, rows).t(),
+        columns=torch.randint(0, 16, (columns,), generator=random) if ordered else 128,
+        layout=layout,
     )
     values = [torch.empty(rows, columns, dtype=torch.bfloat16) for _ in range(2)]
     matrix.decode_by_torch(values[0])

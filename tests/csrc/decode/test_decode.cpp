@@ -103,6 +103,42 @@ TEST_CASE("any rows and columns are those of the whole") {
   }
 }
 
+TEST_CASE("factors of rows that lie side by side give the same as those that do not") {
+  for (auto [rows, columns] : {std::pair<int64_t, int64_t>{1, 1}, {15, 37}, {150, 290}}) {
+    constexpr int64_t kGroups = 5;
+    Coded coded(Code::kTable, Layout::kWords, rows, columns, columns / kGroups + 1, Dtype::kFloat16);
+    std::vector<int32_t> of_column(static_cast<size_t>(columns));
+    std::vector<uint16_t> scales[2];
+    std::vector<float> zeros[2];
+    std::mt19937 random(2);
+    for (int32_t& group : of_column) group = static_cast<int32_t>(random() % kGroups);
+    for (int i = 0; i < 2; ++i) {
+      scales[i].resize(static_cast<size_t>(rows * kGroups));
+      zeros[i].resize(static_cast<size_t>(rows * kGroups));
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t group = 0; group < kGroups; ++group) {
+        auto apart = static_cast<size_t>(row * kGroups + group), adjacent = static_cast<size_t>(group * rows + row);
+        scales[0][apart] = scales[1][adjacent] = static_cast<uint16_t>(random() % 0x7C00);
+        zeros[0][apart] = zeros[1][adjacent] = static_cast<float>(random() % 16);
+      }
+    }
+    coded.matrix.columns_in_group = 0;
+    coded.matrix.group_of_column = of_column.data();
+    coded.matrix.groups = kGroups;
+    std::vector<uint8_t> decoded[2];
+    for (const std::string& instructions : instruction_sets()) {
+      for (int i = 0; i < 2; ++i) {
+        const int64_t row_stride = i == 0 ? kGroups : 1, column_stride = i == 0 ? 1 : rows;
+        coded.matrix.scales = {scales[i].data(), Dtype::kFloat16, row_stride, column_stride, nullptr};
+        coded.matrix.zeros = {zeros[i].data(), Dtype::kFloat32, row_stride, column_stride, nullptr};
+        decoded[i] = coded.decoded(Dtype::kBfloat16, Dtype::kFloat16, 2, instructions);
+      }
+      CHECK(decoded[0] == decoded[1]);
+    }
+  }
+}
+
 TEST_CASE("a column in a group that there is not is refused") {
   Coded coded(Code::kTable, Layout::kRows, 2, 32, 8, Dtype::kFloat32);
   for (int32_t group : {-1, 4}) {
