@@ -13,7 +13,7 @@ namespace infinity::decode {
 namespace {
 
 constexpr int64_t kTileNumel = 1 << 16;      // or so, in rows: as much as stays in the cache of a core
-constexpr int64_t kStreamedNumel = 1 << 21;  // so many results do not stay in caches
+constexpr int64_t kStreamedNumel = 1 << 21;  // so many results do not stay in caches, and are stored past them
 
 int64_t divided_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -36,8 +36,7 @@ void decode(const Matrix& matrix, int threads, const std::string& instructions) 
   // Even columns, so that tiles begin with a byte of the codes if rows do. Rows that end with a word, or nearly so.
   const int64_t columns = whole_rows ? std::min(matrix.columns, kTileNumel) : 2 * kTileColumns;
   const int64_t rows = whole_rows ? std::max<int64_t>(1, kTileNumel / std::max<int64_t>(1, columns)) : kTileRows;
-  // Tiles of transposed codes store short pieces of many rows, which is twice as fast past the caches.
-  const bool streams = !whole_rows && matrix.rows * matrix.columns >= kStreamedNumel;
+  const bool streams = matrix.rows * matrix.columns >= kStreamedNumel;
   const int64_t before = whole_rows ? 0 : matrix.row % kTileRows;  // rows that the first tile lacks
   const int64_t across = divided_up(matrix.columns, std::max<int64_t>(1, columns));
   ThreadPool::here().run(threads, divided_up(before + matrix.rows, rows) * across, [&](int64_t number) {
