@@ -28,8 +28,8 @@ constexpr int64_t kPageNumel = kPageBytes / 2;  // fills whole pages of every fi
 // torch's kernel takes a tensor eight elements at a time and, at its end, those that are left one by one; these few are
 // rounded differently (see [Note: Rounding]). To be equal to torch bit for bit on a shard of any length, and to any
 // number of cuts through a shard, the same elements are rounded that way here: the last of the shard, not those of a
-// piece.
-constexpr int64_t kTorchLanes = 8;
+// piece. Compiled for ARM, it takes four at a time.
+constexpr int64_t kTorchLanes = kOnArm ? 4 : 8;
 
 int64_t tail_of(int64_t numel) {
   return numel - numel % kTorchLanes;

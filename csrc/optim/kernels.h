@@ -10,6 +10,13 @@ namespace infinity::optim {
 
 enum class Decay { kNone, kOfGradient, kOfWeight };
 
+// Compiled for ARM, torch's kernel rounds differently: [Note: Rounding], [Note: Tails].
+#if defined(__aarch64__)
+constexpr bool kOnArm = true;
+#else
+constexpr bool kOnArm = false;
+#endif
+
 // The hyper-parameters as the loops use them, rounded where torch's kernel rounds them.
 struct Scalars {
   float grad_scale;  // negative to maximize
