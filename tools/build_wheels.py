@@ -63,14 +63,20 @@ def main() -> int:
         action="store_true",
         help="only for the Python that runs this, with its build tools and compiled objects",
     )
+    parser.add_argument(
+        "--emulated",
+        metavar="PYTHON",
+        help="only for this Python of another processor, with its build tools (see tools/aarch64_python.sh)",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="(default: dist)")
     options = parser.parse_args()
     try:
-        pythons = [sys.executable] if options.here else options.python or found_pythons()
+        alone = options.emulated or (sys.executable if options.here else None)
+        pythons = [alone] if alone else options.python or found_pythons()
         if not pythons:
             raise WheelError(f"there is no CPython of {'.'.join(map(str, OLDEST))} or newer: name one with --python")
         with tempfile.TemporaryDirectory() as scratch:
-            made = build(pythons, Path(scratch), options.out, here=options.here)
+            made = build(pythons, Path(scratch), options.out, here=options.here, emulated=bool(options.emulated))
     except WheelError as error:
         print(f"build_wheels: error: {error}", file=sys.stderr)
         return 1
@@ -105,7 +111,7 @@ def found_pythons() -> list[str]:
     return [by_version[number] for number in sorted(by_version)]
 
 
-def build(pythons: list[str], scratch: Path, out: Path, *, here: bool) -> list[Path]:
+def build(pythons: list[str], scratch: Path, out: Path, *, here: bool, emulated: bool) -> list[Path]:
     """The files in `out`: the source distribution, then the wheels."""
     audit = environment(Path(sys.executable), scratch / "audit", *AUDIT, *([] if here else BUILD))
     code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
@@ -120,7 +126,8 @@ def build(pythons: list[str], scratch: Path, out: Path, *, here: bool) -> list[P
     wheels = []
     for number, python in enumerate(pythons):
         print(f"building for {python} ({number + 1} of {len(pythons)}, a minute or two each)", flush=True)
-        tools = Path(python) if here else environment(Path(python), scratch / f"python{number}", *BUILD, *LOADING)
+        own = here or emulated
+        tools = Path(python) if own else environment(Path(python), scratch / f"python{number}", *BUILD, *LOADING)
         plain = scratch / f"plain{number}"
         run(tools, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", plain, ".", cwd=source)
         (wheel,) = plain.glob("*.whl")
@@ -129,7 +136,8 @@ def build(pythons: list[str], scratch: Path, out: Path, *, here: bool) -> list[P
         check_loaded(wheels[-1], tools, scratch / f"unpacked{number}")
     if borrowed and len([*borrowed.parent.glob("objects-*")]) > 1:  # compiled again, with other flags
         shutil.rmtree(borrowed)
-    check_instructions(source, builds=len(pythons))
+    if not emulated:
+        check_instructions(source, builds=len(pythons))
     out.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copy(path, out)) for path in (sdist, *wheels)]
 
