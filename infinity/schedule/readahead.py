@@ -116,7 +116,8 @@ class LookAhead(Generic[Unit]):
 
     def need_now(self, uses: Sequence[Use[Unit]]) -> None:
         """Replace the uses that are needed now, before all others; their places don't count."""
-        self.pass_to(_NOW + 1)
+        if self._sequence and self._sequence[0].place == _NOW:
+            self.pass_to(_NOW + 1)
         for use in reversed(uses):
             use.place = _NOW
             self._first -= 1
@@ -126,9 +127,12 @@ class LookAhead(Generic[Unit]):
     def done(self, unit: Unit) -> None:
         """End the uses of a unit that were needed `until_done`."""
         self._done.add(unit)
-        uses = self._uses.get(unit)
-        if uses is not None:
-            self._set(unit, deque(use for use in uses if not use.until_done))
+        if unit in self._uses:
+            self._uses[unit] = deque(use for use in self._uses[unit] if not use.until_done)
+            self._changed[unit] = None
+            if not self._uses[unit]:
+                del self._uses[unit]
+                self._count(unit, -1)
 
     def fit(self) -> list[Unit]:
         """Choose as many uses as the limits allow. Returns the units that were chosen or given up, or whose need
@@ -136,25 +140,18 @@ class LookAhead(Generic[Unit]):
         while len(self._uses) > 1 and min(self._left, default=0) < 0:
             self._given_up.append(self._sequence.pop())
             self._drop(self._given_up[-1], -1)
-        while (use := self._next()) is not None:
-            if self._uses and use.unit not in self._uses and not self._fits(use.unit):
+        while (use := self._given_up.pop() if self._given_up else next(self._coming, None)) is not None:
+            is_over = use.place < self._passed or (use.until_done and use.unit in self._done)
+            if is_over and use.place != _NOW:
+                continue
+            is_new = bool(self._uses) and use.unit not in self._uses
+            if is_new and not all(map(le, map(itemgetter(use.unit), self._unit_bytes), self._left)):
                 self._given_up.append(use)
                 break
             self._sequence.append(use)
             self._take(use, self._first + len(self._sequence) - 1, front=False)
         changed, self._changed = [*self._changed], {}
         return changed
-
-    def _next(self) -> Use[Unit] | None:
-        while (use := self._given_up.pop() if self._given_up else next(self._coming, None)) is not None:
-            over = use.place < self._passed or (use.until_done and use.unit in self._done)
-            if not over or use.place == _NOW:
-                return use
-        return None
-
-    def _fits(self, unit: Unit) -> bool:
-        """Return True if a unit fits besides the chosen ones."""
-        return all(map(le, map(itemgetter(unit), self._unit_bytes), self._left))
 
     def _take(self, use: Use[Unit], number: int, *, front: bool) -> None:
         use.number = number
@@ -175,21 +172,15 @@ class LookAhead(Generic[Unit]):
             return
         if end == 0:
             uses.popleft()
+            self._changed[use.unit] = None
         else:
             uses.pop()
-        if not uses or end == 0:
-            self._set(use.unit, uses)
-
-    def _set(self, unit: Unit, uses: deque[Use[Unit]]) -> None:
-        """Keep only these uses of a unit."""
-        if uses:
-            self._uses[unit] = uses
-            self._changed[unit] = None
-        else:
-            del self._uses[unit]
-            self._count(unit, -1)
+        if not uses:
+            del self._uses[use.unit]
+            self._count(use.unit, -1)
 
     def _count(self, unit: Unit, sign: int) -> None:
+        """Count the bytes of a unit that is chosen (1) or no longer (-1)."""
         for number, unit_bytes in enumerate(self._unit_bytes):
             self._left[number] -= sign * unit_bytes[unit]
         self._changed[unit] = None

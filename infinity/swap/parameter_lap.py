@@ -142,16 +142,16 @@ class ParameterLap:
 
     def _begin(self, shard: PagedShard, training: bool, dtype: torch.dtype) -> None:
         """Put all shards of a delivery on the device; FSDP2 asks for the first of them."""
-        group, delivery, stager = shard.group, shard.delivery, self._stager
-        self._check(shard, dtype)
+        group, delivery, stager, backward = shard.group, shard.delivery, self._stager, in_backward()
+        self._check(shard, dtype, backward)
         if group.chunk is None and shard.index == group.shards.start:
             # It has nothing to read, but its updates may have to run, and it has to be copied.
-            self._policy.use(group, module_trains=training)
+            self._policy.use(group, backward=backward, module_trains=training)
             self.look_ahead(group)
         if shard.resident is not None:
             self._update_resident(group)
         else:
-            self._turn_to(group, training)
+            self._turn_to(group, backward, training)
         if self.ahead is not None:
             self.ahead.late += delivery.in_flight is None
         with measured(stager.timeline if stager.device.is_discrete else None, "copy", group.name):
@@ -162,8 +162,8 @@ class ParameterLap:
                     group.start_h2d(stager.device)
             delivery.arrive()
 
-    def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
-        if in_backward():
+    def _check(self, asked: PagedShard, dtype: torch.dtype, backward: bool) -> None:
+        if backward:
             self._paged.health.check_not_torn()
         else:
             self._paged.health.check_whole()
@@ -176,7 +176,7 @@ class ParameterLap:
                     f"parameter {shard.name} is uninitialised: load or initialise it before the first forward"
                 )
 
-    def _turn_to(self, group: PagedGroup, training: bool) -> None:
+    def _turn_to(self, group: PagedGroup, backward: bool, training: bool) -> None:
         """Bring the group's chunk into use."""
         if self._asked is not group:
             self.release_copied()
@@ -185,7 +185,7 @@ class ParameterLap:
             self._stage(group)
         elif not group.delivery.given and not group.in_use:
             self._update_resident(group)
-            self._policy.use(group, module_trains=training)
+            self._policy.use(group, backward=backward, module_trains=training)
             self._stage(group)
             self.look_ahead()
             if group in self._experts:

@@ -119,9 +119,10 @@ class StagingPolicy:
         """Count a call of a group in training."""
         self._forwards[group] += 1
 
-    def use(self, group: PagedGroup, *, module_trains: bool) -> None:
-        """Record that a group is gathered. `module_trains`: by a module in training mode."""
-        self._phase = training = self._is_training(module_trains)
+    def use(self, group: PagedGroup, *, backward: bool, module_trains: bool) -> None:
+        """Record that a group is gathered, in a `backward` or not: see [Note: Phases]. `module_trains`: by a module in
+        training mode."""
+        self._phase = training = backward or (module_trains if self._pass_trains is None else self._pass_trains)
         if group.is_routed:
             return
         trace = self._traces[training]
@@ -227,12 +228,6 @@ class StagingPolicy:
 
     # Implementation.
 
-    def _is_training(self, module_trains: bool) -> bool:
-        """Return the phase of a gather: see [Note: Phases]."""
-        if in_backward():
-            return True
-        return module_trains if self._pass_trains is None else self._pass_trains
-
     def _end_evaluation(self) -> None:
         if self._traces[False].end_cycle():
             self._log_misprediction()
@@ -269,12 +264,14 @@ class StagingPolicy:
             ahead.pass_to(trace.place)
             following.place = trace.place
             following.using = None
-        if using is not following.using or using is None:
-            waiting = self._paged.updates.of(using) if using is not None else []
-            now: list[Use[Unit]] = [Use(0, sub.unit, until_done=True) for sub in waiting]
-            now += [Use(0, group.unit) for group in ([using] if using is not None else self._updated_from_compute)]
-            ahead.need_now(now)
-            following.using, following.waiting = using, deque(waiting)
+        if using is None:
+            ahead.need_now([Use(0, group.unit) for group in self._updated_from_compute])
+            following.waiting.clear()
+        elif using is not following.using:
+            waiting = self._paged.updates.of(using)
+            ahead.need_now([*(Use[Unit](0, sub.unit, until_done=True) for sub in waiting), Use(0, using.unit)])
+            following.waiting = deque(waiting)
+        following.using = using
 
     def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
         """Remove finished updates from the look-ahead. Tries the cheapest search first: the members of the group that
@@ -335,7 +332,8 @@ class StagingPolicy:
         if not updated:
             return [compute]
         resident_sub_groups = [sub.unit for sub in group.resident_sub_groups if sub in updated]
-        return [*resident_sub_groups, compute, *(sub.unit for sub in group.members if sub in updated)]
+        members = [sub.unit for sub in group.members if sub in updated]
+        return [*resident_sub_groups, compute, *members]
 
     def _updated_in_backward(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Set[PagedSubGroup]:
         """Return the sub-groups that a cycle updates in the backward; without a cycle, those that it may update."""
