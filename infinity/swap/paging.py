@@ -188,24 +188,28 @@ class Paging:
         thread becomes the training thread (outside a backward). Raises InfinityError if another thread enters while the
         training thread is in a pass: see [Note: Other threads].
         """
+        if torch.is_inference_mode_enabled():
+            with outside_inference_mode(), self.entered(gathers=gathers):
+                yield
+            return
         with self._lock:
             if self._in_use:
                 yield
                 return
-            self.check_thread()
-            if gathers and not in_backward():
-                self._thread = threading.get_ident()
-            with outside_inference_mode():
-                if self._broken:
-                    self.recover()
-                self._in_use = True
-                try:
-                    yield
-                except BaseException:
-                    self._broken = True
-                    self._in_use = False
-                    raise
+            if threading.get_ident() != self._thread:
+                self.check_thread()
+                if gathers and not in_backward():
+                    self._thread = threading.get_ident()
+            if self._broken:
+                self.recover()
+            self._in_use = True
+            try:
+                yield
+            except BaseException:
+                self._broken = True
                 self._in_use = False
+                raise
+            self._in_use = False
 
     def alone(self) -> contextlib.AbstractContextManager[object]:
         """Return the lock that makes all other threads wait."""
@@ -290,15 +294,16 @@ class Paging:
             self.policy.begin_pass(trains, *gradients_in(args))
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if in_backward() and self.paged.health.state is Health.PART_STEPPED:
+        if not in_backward():
+            if torch.is_grad_enabled():
+                self.policy.count_forward(group)
+        elif self.paged.health.state is Health.PART_STEPPED:
             paged = self.paged.groups[group]
             if any(self.paged.shards[index].gradient is GradientState.APPLIED for index in paged.shards):
                 raise InfinityError(
                     f"forward through group {paged.name} in a backward that has already updated its weights: run it "
                     'before the backward or after step(), or set infinity.update (PagingOptions.update) to "forward"'
                 )
-        if torch.is_grad_enabled() and not in_backward():
-            self.policy.count_forward(group)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if in_backward() or threading.get_ident() != self._thread:
