@@ -159,8 +159,8 @@ class PendingUpdates:
         assert not self.waiting
         stager = self._stager
         for group in self._groups:
-            waits = any(sub in updates for sub in group.members)
-            if any(sub in updates for sub in group.resident_sub_groups):
+            waits = not updates.keys().isdisjoint(group.members)
+            if not updates.keys().isdisjoint(group.resident_sub_groups):
                 group.resident_delivery.forget()
             if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
                 group.end_gather(stager)
@@ -315,11 +315,11 @@ class PendingUpdates:
                 stays = group.stays or not last
             finally:
                 if chunk is not None and stays:
-                    chunk.early = (*early, *(sub.chunk for sub in updates)) if speculative else ()
+                    chunk.early = (*early, *[sub.chunk for sub in updates]) if speculative else ()
                     group.end_gather(stager)
                 else:
                     group.forget(stager)
-                if not (speculative and stays and not last):  # else its reads haven't changed yet
+                if not speculative:  # the reads change only when the step accepts the updates
                     self.point(group)
 
     def _run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
