@@ -109,7 +109,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     ) -> None:
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
-                _step_in_one_pass(sub, settings, batch, lease)
+                _step_in_one_pass(sub, settings, batch, _alike(batch), lease)
             else:
                 _step_as_torch(sub, settings, batch, lease)
 
@@ -122,12 +122,13 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         if len(batches) != 1:
             return False
         ((settings, batch),) = batches.items()
-        if not kernel.matches_torch(settings) or len(_alike(batch)) != 1:
+        alike = _alike(batch)
+        if not kernel.matches_torch(settings) or len(alike) != 1:
             return False
         io, start = self._paging.paged.stager.io, sub.extent.offset
         expected = io.expected_sums(Span(start, 0, sub.layout.nbytes))
         sums = PageSums(lease.view(torch.uint8, 0, sub.layout.nbytes), expected)
-        _step_in_one_pass(sub, settings, batch, lease, sums)
+        _step_in_one_pass(sub, settings, batch, alike, lease, sums)
         if sums.wrong_page is not None:
             at = sums.wrong_page * PAGE_BYTES
             io.verify(sub.chunk, Span(start + at, at, PAGE_BYTES))
@@ -145,9 +146,13 @@ class PagedAdamW(PagedAdam):
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
 
 
-def _alike(batch: list[SteppedPiece]) -> dict[tuple[float, float, torch.dtype], list[GradPiece]]:
-    """Return the gradients of each kernel call: those with the same step, scale and dtype."""
-    alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
+_Alike = tuple[float, float, torch.dtype]
+"""Step, scale and dtype of the gradients of one kernel call."""
+
+
+def _alike(batch: list[SteppedPiece]) -> dict[_Alike, list[GradPiece]]:
+    """Return the gradients of each kernel call."""
+    alike: dict[_Alike, list[GradPiece]] = {}
     for piece in batch:
         stepped = piece.stepping
         key = (float(stepped.steps), stepped.grad_scale, piece.grad.dtype)
@@ -163,29 +168,30 @@ def _step_in_one_pass(
     sub: PagedSubGroup,
     settings: AdamSettings,
     batch: list[SteppedPiece],
+    alike: Mapping[_Alike, list[GradPiece]],
     lease: Lease | None,
     sums: PageSums | None = None,
 ) -> None:
-    """Step with the kernel, which converts, scales, steps and rounds in one pass; `sums`: also verify and sum pages."""
-    exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
-    scales = sub.view(Field.SCALES, lease) if sub.layout.coded else None
-    for (step, grad_scale, _), pieces in _alike(batch).items():
-        common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
-        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "scales": scales, "sums": sums}
+    """Step with the kernel, which converts, scales, steps and rounds in one pass. `alike`: the gradients of each of its
+    calls. `sums`: also verify and sum pages."""
+    fields = sub.views(lease)
+    compute = fields.get(Field.COMPUTE)
+    narrow = compute if sub.compute_dtype is not torch.float32 else None
+    for (step, grad_scale, _), pieces in alike.items():
+        common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces, "sums": sums}
+        common |= {"exp_avg": fields[Field.MOMENT_1], "exp_avg_sq": fields[Field.MOMENT_2]}
+        common |= {"scales": fields.get(Field.SCALES)}
         if sub.layout.split:
-            copy, remainder = sub.view(Field.COMPUTE, lease), sub.view(Field.REMAINDER, lease)
-            common |= {"compute_param": copy, "remainder": remainder, "staged": sub.staged}
+            common |= {"compute_param": compute, "remainder": fields[Field.REMAINDER], "staged": sub.staged}
             ties = kernel.update(settings, ties=sub.ties, **common)
             if sums is None or sums.wrong_page is None:
                 sub.ties = ties
         else:
-            kernel.update(
-                settings, master=sub.view(Field.MASTER, lease), compute_param=_narrow_compute(sub, lease), **common
-            )
-    if Field.COMPUTE in sub.layout.fields and sub.compute_dtype is torch.float32:
-        sub.set_master(sub.view(Field.MASTER, lease), lease)
-    elif not sub.layout.split and (narrow := _narrow_compute(sub, lease)) is not None:
-        master = sub.view(Field.MASTER, lease)
+            kernel.update(settings, master=fields[Field.MASTER], compute_param=narrow, **common)
+    if compute is not None and narrow is None:
+        sub.set_master(fields[Field.MASTER], lease)
+    elif not sub.layout.split and narrow is not None:
+        master = fields[Field.MASTER]
         for start, end in _between(batch, sub.layout.numel):  # compute parameters were not read: see SubGroup.state
             narrow[start:end].copy_(master[start:end])
 
@@ -199,12 +205,6 @@ def _between(batch: list[SteppedPiece], numel: int) -> Iterator[tuple[int, int]]
         at = piece.offset + piece.numel
     if at < numel:
         yield at, numel
-
-
-def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
-    """Return the compute parameter if it has 16 bits."""
-    narrow = Field.COMPUTE in sub.layout.fields and sub.compute_dtype is not torch.float32
-    return sub.view(Field.COMPUTE, lease) if narrow else None
 
 
 def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[SteppedPiece], lease: Lease | None) -> None:

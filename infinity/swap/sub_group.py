@@ -132,7 +132,8 @@ class PagedSubGroup:
         spans = []
         if fields:
             first = self.locations[fields[0]].offset
-            spans.append(Span(self.extent.offset + first, first, self.layout.nbytes - first))
+            start = self.slots[self.current_slot].offset
+            spans.append(Span(start + first, first, self.layout.nbytes - first))
         if self.gradient_extent is not None:
             spans.append(Span(self.gradient_extent.offset, self.layout.nbytes, self.layout.gradient_bytes))
         return tuple(spans)
@@ -151,6 +152,18 @@ class PagedSubGroup:
             return location.tensor
         assert lease is not None
         return lease.view(location.dtype, location.offset, location.numel)
+
+    def views(self, lease: Lease | None) -> dict[Field, torch.Tensor]:
+        """Return all fields, as `view` does each."""
+        views: dict[Field, torch.Tensor] = {}
+        whole = lease.view(torch.uint8) if lease is not None else None
+        for name, at in self.locations.items():
+            if at.tensor is None:
+                assert whole is not None
+                views[name] = whole[at.offset : at.offset + at.numel * at.dtype.itemsize].view(at.dtype)
+            else:
+                views[name] = at.tensor
+        return views
 
     def master(self, lease: Lease | None) -> torch.Tensor:
         """Return the master weights (1-D, fp32): a view, or joined in new memory. `set_master` follows a change."""
