@@ -86,7 +86,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             reads_all = sub.layout.split or Field.COMPUTE not in sub.layout.fields
             has_adams_moments = sub.layout.moments == FIELDS[: len(MOMENTS)]
             on_drive = not sub.rests_in_host and sub.gradient_extent is None
-            checked = self._paging.paged.stager.io.checked
+            checked = self._paging.paged.stager.io.arena.file.checked
             sub.chunk.verified_by_caller = fused and alone and reads_all and has_adams_moments and on_drive and checked
 
     def _settings(self, group: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         if not kernel.matches_torch(settings) or len(alike) != 1:
             return False
         io, start = self._paging.paged.stager.io, sub.extent.offset
-        expected = io.expected_sums(Span(start, 0, sub.layout.nbytes))
+        expected = io.arena.checksums(start, sub.layout.nbytes)
         sums = PageSums(lease.view(torch.uint8, 0, sub.layout.nbytes), expected)
         _step_in_one_pass(sub, settings, batch, alike, lease, sums)
         if sums.wrong_page is not None:

@@ -57,6 +57,9 @@ class ChunkState(enum.Enum):
     """Its lease is being written to the arena, and is free when the write has ended."""
 
 
+_UNWRITTEN = (ChunkState.COPYING_FROM_DEVICE, ChunkState.WRITING)
+"""The states of a chunk whose last bytes the arena doesn't hold yet."""
+
 _ALLOWED = {
     ChunkState.ON_NVME: {ChunkState.READING, ChunkState.IN_USE},
     ChunkState.READING: {ChunkState.STAGED, ChunkState.ON_NVME},
@@ -120,26 +123,19 @@ class Chunk:
     _last_awaited: int = field(default=0, repr=False)
     """The position in `after` of the chunk whose write the last call of `awaits_write` found."""
 
-    @property
-    def is_unwritten(self) -> bool:
-        """True if the arena doesn't hold its last bytes yet."""
-        return self.state in (ChunkState.COPYING_FROM_DEVICE, ChunkState.WRITING)
-
-    @property
     def transfers_ended(self) -> bool:
-        """True if none of its transfers is in flight."""
+        """Return True if none of its transfers is in flight."""
         return all(transfer.done for transfer in self.transfers)
 
-    @property
     def device_is_done(self) -> bool:
-        """True if no copy between its lease and the device is in flight."""
+        """Return True if no copy between its lease and the device is in flight."""
         return self.copy_event is None or self.copy_event.done()
 
     def awaits_write(self) -> bool:
         """Return True if a write of `after` must end before this chunk is read. Starts at the last one found."""
         places = range(len(self.after))
         for place in chain(places[self._last_awaited :], places[: self._last_awaited]):
-            if self.after[place].is_unwritten:
+            if self.after[place].state in _UNWRITTEN:
                 self._last_awaited = place
                 return True
         self._last_awaited = 0
@@ -162,12 +158,7 @@ class ChunkIo:
     """Reads and writes chunks of one arena through one engine."""
 
     def __init__(self, engine: IoEngine, arena: Arena) -> None:
-        self._engine, self._arena = engine, arena
-
-    @property
-    def checked(self) -> bool:
-        """True if the arena keeps checksums."""
-        return self._arena.file.checked
+        self._engine, self.arena = engine, arena
 
     def start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> list[Transfer]:
         """Start to read `chunk.reads` into `lease`."""
@@ -179,14 +170,14 @@ class ChunkIo:
         assert chunk.lease is not None
         if chunk.sums is not None:
             (span,) = chunk.writes
-            self._arena.file.set_checksums(span.offset, chunk.sums)
+            self.arena.file.set_checksums(span.offset, chunk.sums)
         requests = [self._request("write", chunk.lease, span, Priority.WRITE_BACK) for span in chunk.writes]
         return self._engine.start(requests, sums_by_caller=chunk.sums is not None)
 
     def count_writes(self, chunk: Chunk) -> None:
         """Count the writes of a chunk, which have started, in the arena."""
         for span in chunk.writes:
-            self._arena.count_write(span.offset, span.nbytes)
+            self.arena.count_write(span.offset, span.nbytes)
 
     def wait(self, chunk: Chunk, *, with_team: bool) -> None:
         """Wait until the chunk's transfers have ended (`with_team`: see `IoEngine`). Raises IoError, which names the
@@ -198,20 +189,16 @@ class ChunkIo:
                     span.foreign.check_first_read(span.offset)
         except IoError as error:
             if isinstance(error, IntegrityError) and not _is_foreign(chunk, error.path):
-                self._arena.explain(error, chunk.name)
+                self.arena.explain(error, chunk.name)
             else:
                 error.concerning(chunk.name)
             raise
-
-    def expected_sums(self, span: Span) -> bytes:
-        """Return the expected checksums of the pages of `span`, in the form of `infinity.aio.File.checksums`."""
-        return self._arena.checksums(span.offset, span.nbytes)
 
     def forget_sums(self, chunk: Chunk) -> None:
         """Drop the caller's checksums after a failed write."""
         if chunk.sums is not None:
             (span,) = chunk.writes
-            self._arena.file.set_checksums(span.offset, bytes(len(chunk.sums)))
+            self.arena.file.set_checksums(span.offset, bytes(len(chunk.sums)))
 
     def verify(self, chunk: Chunk, only: Span | None = None) -> None:
         """Verify the bytes read for a chunk in use, unless they are verified already.
@@ -225,12 +212,12 @@ class ChunkIo:
             try:
                 self._engine.verify(self._request("read", chunk.lease, span, Priority.DEMAND))
             except IntegrityError as error:
-                self._arena.explain(error, chunk.name, at=span.offset)
+                self.arena.explain(error, chunk.name, at=span.offset)
                 raise
         chunk.unverified = chunk.unverified and only is not None
 
     def _request(self, operation: str, lease: Lease, span: Span, priority: Priority) -> Request:
-        file = span.foreign.file if span.foreign is not None else self._arena.file
+        file = span.foreign.file if span.foreign is not None else self.arena.file
         return Request(operation, file, span.offset, lease, span.lease_offset, span.nbytes, priority)
 
 
@@ -283,7 +270,7 @@ class Stager:
             self.reap()
             lease = self._pool.try_lease(chunk.lease_bytes)
         while lease is None:
-            unwanted = self._staged.oldest_unwanted(lambda chunk: chunk.transfers_ended and chunk.device_is_done)
+            unwanted = self._staged.oldest_unwanted(lambda chunk: chunk.transfers_ended() and chunk.device_is_done())
             if unwanted is None:
                 return False
             self.drop(unwanted)
@@ -297,7 +284,7 @@ class Stager:
         A chunk that is `verified_by_caller` may be `unverified`: the caller verifies it, or `io.verify` does. Raises
         IoError if the read failed (the lease is then back in the pool), BudgetError if the chunk exceeds the pool.
         """
-        if chunk.is_unwritten:
+        if chunk.state in _UNWRITTEN:
             self.settle(chunk)
         if chunk.early:
             self.drop(chunk)
@@ -311,17 +298,18 @@ class Stager:
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
         assert chunk.state is not ChunkState.IN_USE and chunk.lease is not None, f"{chunk.name} is already in use"
-        if chunk.state is ChunkState.STAGED:
-            self._staged.discard(chunk)
-        else:
+        if chunk.state is ChunkState.COPYING_TO_DEVICE:
             del self._to_device[chunk]
+        elif chunk.home is None:
+            self._staged.discard(chunk)
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
 
     def may_be_read(self, chunk: Chunk) -> bool:
         """Return True if the arena holds the bytes that a read of the chunk must return. Never blocks."""
-        if chunk.awaits_write():
-            self.reap()
+        if not chunk.awaits_write():
+            return True
+        self.reap()
         return not chunk.awaits_write()
 
     def wait_until_readable(self, chunk: Chunk) -> None:
@@ -331,9 +319,9 @@ class Stager:
 
     def is_ready(self, chunk: Chunk) -> bool:
         """Return True if a chunk is staged and `acquire` would not wait. A prefetch that failed is only logged."""
-        if chunk.state is ChunkState.READING and chunk.transfers_ended:
+        if chunk.state is ChunkState.READING and chunk.transfers_ended():
             self._finish_unneeded_read(chunk)
-        return chunk.state is ChunkState.STAGED and not chunk.early and (not chunk.writes or chunk.device_is_done)
+        return chunk.state is ChunkState.STAGED and not chunk.early and (not chunk.writes or chunk.device_is_done())
 
     def occupy(self, chunk: Chunk) -> Lease:
         """Return a lease for a chunk whose old bytes are not needed: like `acquire`, without the read."""
@@ -352,11 +340,13 @@ class Stager:
         the device has copied the bytes; None stands for all copies so far.
         """
         chunk.sums = None
-        copy_event = copy_event or self.device.copy_event()
-        chunk.copy_event = None if copy_event.done() else copy_event
+        if self.device.is_discrete:
+            copy_event = copy_event or self.device.copy_event()
+            chunk.copy_event = None if copy_event.done() else copy_event
         if keep:
             chunk.move_to(ChunkState.STAGED)
-            self._may_drop(chunk)
+            if chunk.home is None:
+                self.readahead.stage(chunk)
         elif chunk.copy_event is None:
             self._give_back(chunk)
         else:
@@ -433,10 +423,10 @@ class Stager:
         """Release leases of ended writes and copies. Returns True if any ended. Raises IoError if a write failed."""
         if self._from_device:
             self._write_arrived()
-        ended = _ended(self._writing, lambda chunk: chunk.transfers_ended)
+        ended = _ended(self._writing, Chunk.transfers_ended)
         for chunk in ended:
             self.settle(chunk)
-        copied = _ended(self._to_device, lambda chunk: chunk.device_is_done)
+        copied = _ended(self._to_device, Chunk.device_is_done)
         for chunk in copied:
             self._end_h2d(chunk)
         return bool(ended or copied)
@@ -511,9 +501,6 @@ class Stager:
                     lease.view(elements.dtype, start, elements.numel()).copy_(elements)
         chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_caller
         chunk.move_to(ChunkState.READING)
-        self._may_drop(chunk)
-
-    def _may_drop(self, chunk: Chunk) -> None:
         if chunk.home is None:  # dropping a chunk with a home frees no room
             self.readahead.stage(chunk)
 
@@ -536,7 +523,7 @@ class Stager:
 
     def _write_arrived(self) -> None:
         """Start to write the chunks that the device has delivered."""
-        for chunk in _ended(self._from_device, lambda chunk: chunk.device_is_done):
+        for chunk in _ended(self._from_device, Chunk.device_is_done):
             self._write_from_device(chunk)
 
     def _write_from_device(self, chunk: Chunk) -> None:

@@ -172,6 +172,8 @@ class LateIncoming:
 
 
 class LateDevice(Device):
+    is_discrete = True
+
     def __init__(self) -> None:
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -147,6 +147,8 @@ class ScriptedArrival(Scripted):
 class ScriptedDevice(Device):
     """A device that copies late. One queue of copies: a copy event covers all that were taken before it."""
 
+    is_discrete = True
+
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.copy_events: list[ScriptedLanding | ScriptedArrival] = []
@@ -1001,7 +1003,8 @@ class StagerMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, how: str) -> None:
         chunk = self.some(data)
         self.attempt(lambda: getattr(self.stager, how)(chunk))
-        assert not chunk.is_unwritten if how == "settle" else chunk.state is not ChunkState.READING
+        written = chunk.state not in (ChunkState.COPYING_FROM_DEVICE, ChunkState.WRITING)
+        assert written if how == "settle" else chunk.state is not ChunkState.READING
 
     @rule(how=st.sampled_from(["settle_all", "drop_all"]))
     def finish_all(self, how: str) -> None:
