@@ -206,12 +206,10 @@ class SpeculationPolicy:
 
     def __init__(self) -> None:
         self._others: deque[bool] = deque(maxlen=_STEPS_SEEN)
-
-    @property
-    def speculates(self) -> bool:
+        self.speculates = True
         """True if the next step will probably be as expected."""
-        return sum(self._others) <= _OTHERS_MAX
 
     def note(self, *, as_expected: bool) -> None:
         """Record a step. `as_expected`: gradients were neither clipped nor overflowed, and no update was discarded."""
         self._others.append(not as_expected)
+        self.speculates = sum(self._others) <= _OTHERS_MAX

@@ -281,7 +281,8 @@ class GradientLap:
         self._arrived.clear()
         self._applied.clear()
         for shard in self.shards.values():
-            shard.move_gradient_to(GradientState.NONE)
+            if shard.gradient is not GradientState.NONE:
+                shard.move_gradient_to(GradientState.NONE)
         self._paging.paged.health.note_all_stepped()
 
     def left(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -316,7 +317,9 @@ class GradientLap:
     def _show(self, parameter: nn.Parameter, taken: Taken) -> None:
         stand_in = self._stand_ins.get(parameter) or StandIn(parameter, self.shards[parameter].name)
         self._stand_ins[parameter] = self._shown[parameter] = stand_in
-        stand_in.show(parameter, taken)
+        stand_in.taken = taken
+        stand_in.grad._local_tensor = stand_in.local
+        parameter.grad = stand_in.grad
 
     def _is_part(self, group: PagedGroup, grads: Iterable[nn.Parameter]) -> bool:
         """Return True if gradients that a later backward of this step adds to are summed without a norm of their own."""
@@ -420,8 +423,8 @@ class StandIn:
         local = data._local_tensor
         self.name, self.taken = name, Taken.FOR_STEP
         # Holds no parameter: the parameter holds this by its `.grad`, a cycle that Python's collector doesn't see.
-        self._local = _made(local.shape, local.stride(), local.device, self)
-        self.grad = as_sharded(self._local, data)
+        self.local = _made(local.shape, local.stride(), local.device, self)
+        self.grad = as_sharded(self.local, data)
         """The value of `.grad` while it shows this; FSDP2 may replace its local tensor by what it adds."""
 
     def is_used_up(self, parameter: nn.Parameter) -> bool:
@@ -430,12 +433,7 @@ class StandIn:
 
     def is_shown_alone(self, parameter: nn.Parameter) -> bool:
         """Return True if `.grad` shows it, and FSDP2 has added nothing."""
-        return parameter.grad is self.grad and self.grad._local_tensor is self._local
-
-    def show(self, parameter: nn.Parameter, taken: Taken) -> None:
-        self.taken = taken
-        self.grad._local_tensor = self._local
-        parameter.grad = self.grad
+        return parameter.grad is self.grad and self.grad._local_tensor is self.local
 
     def refusal(self) -> InfinityError:
         """Return the error for a use of the elements."""

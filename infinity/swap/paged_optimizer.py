@@ -280,7 +280,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
         """Update the eligible sub-groups of a group whose gradients were taken, for the step to accept."""
         assert self._speculation.expected_scale is not None
-        stepping = self._stepping(self._speculation.expected_scale, parameters)
+        stepping = self._stepping(self._speculation.expected_scale, parameters, {})
         members = [sub for sub in group.members if self._speculation.may_update(sub)]
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
@@ -355,12 +355,12 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self, grad_scale: float, only: Collection[nn.Parameter] | None = None, grads: Gradients | None = None
     ) -> dict[nn.Parameter, Stepping]:
         """Return a `Stepping` for each parameter that has a gradient, with state made at its first step. `grads`: the
-        gradients, if they are neither in `.grad` nor kept as waiting."""
+        gradients that are not kept as waiting; by default those in `.grad`."""
         came, shards = self._paging.waiting_gradients.kept_shards, self.lap.shards
         left: dict[nn.Parameter, torch.Tensor] = {}
         chosen = []
         for parameter, group in self._with_groups(only):
-            grad = grads[parameter] if grads is not None else self.lap.left(parameter)
+            grad = self.lap.left(parameter) if grads is None else grads.get(parameter)
             waits = shards[parameter].index in came
             if grad is not None:
                 left[parameter] = grad.reshape(-1)
