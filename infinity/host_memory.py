@@ -1,10 +1,19 @@
-"""Memory that this process may still take: available to the kernel, and allowed by control groups.
+"""Memory that this process may still take: available to the kernel, and allowed by control groups. And `HEAP`, which
+gives the kernel back what the C library's heap keeps free.
 
 Read from /proc and /sys below `root`. Unknown values are None.
+
+[Note: A heap with holes]
+torch aligns tensors to 64 bytes. Before version 2.38 glibc finds no place for such a tensor where one of the same size
+was freed, if anything small was allocated next to it. So a heap grows in every pass: with 16 micro-batches of 512
+tokens of a model of 200 M parameters it had 2 GiB of memory, of which 0.25 GiB were in use. malloc_trim gives back
+whole free pages; those used again are mapped and cleared again. So it is called only if the process takes an
+eighth more memory than it ever needed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Iterator
@@ -16,6 +25,10 @@ from infinity.kernel_files import number_of, text_of
 _ROOT = Path("/")
 _NO_LIMIT_BYTES = 1 << 60
 """Limit that control groups of version 1 show, approximately, if there is none."""
+
+_GROWTH = 9 / 8
+"""Memory that the process may take, over what it needed."""
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,24 @@ def taken_bytes() -> int:
     """Return the resident memory (bytes) of this process, without pages of files and shared memory."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_bytes().split()
     return mmap.PAGESIZE * (int(resident) - int(shared))
+
+
+class Heap:
+    """The heap of this process: [Note: A heap with holes]. Training thread, and autograd's for it."""
+
+    def __init__(self) -> None:
+        self._bytes_max = 0
+        """Memory that the process may take until the next trim."""
+
+    def trim_if_grown(self) -> None:
+        """Give free pages back if the process takes more memory than before. Without malloc_trim, do nothing."""
+        if _malloc_trim is None or taken_bytes() <= self._bytes_max:
+            return
+        _malloc_trim(0)
+        self._bytes_max = max(self._bytes_max, int(_GROWTH * taken_bytes()))
+
+
+HEAP = Heap()
 
 
 def machine_memory(root: Path = _ROOT) -> dict[str, int]:

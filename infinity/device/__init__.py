@@ -1,14 +1,12 @@
 """The compute device: copies to it ahead of use, and back."""
 
 from infinity.device.buffers import HostBuffer, HostBuffers
-from infinity.device.heap import HEAP
 from infinity.device.reused_memory import ReusedMemory
 from infinity.device.set_aside import SetAside
 from infinity.device.staging import CopyEvent, Device, InFlightCopy, cpu_multiplies_fast_in, why_slow
 from infinity.device.streams import StreamDevice, device_for
 
 __all__ = [
-    "HEAP",
     "CopyEvent",
     "Device",
     "HostBuffer",

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from infinity.device import HEAP, ReusedMemory
+from infinity.device import ReusedMemory
 from infinity.errors import InfinityError
 from infinity.fsdp2.private import (
     FSDPParam,
@@ -44,6 +44,7 @@ from infinity.fsdp2.private import (
     collect_grad_tensors,
     free_storage,
 )
+from infinity.host_memory import HEAP
 
 TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Parameter]]
 """Called on a single CPU rank before a reduction that would only copy gradients, with these (read-only, in the
@@ -198,7 +199,7 @@ class GuardedGroup(FSDPParamGroup):
     # Overrides of FSDP2's methods
 
     def unshard(self, async_op: bool = False) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.is_sharded:
             HEAP.trim_if_grown()
         with outside_inference_mode():
             super().unshard(async_op)

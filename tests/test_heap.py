@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.device import heap
+from infinity import host_memory
 
 
 def test_it_is_given_back_if_a_quarter_more_is_taken_than_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,9 +15,9 @@ def test_it_is_given_back_if_a_quarter_more_is_taken_than_was_needed(monkeypatch
         trims.append(taken[0])
         taken[0] = needed
 
-    monkeypatch.setattr(heap, "taken_bytes", lambda: taken[0])
-    monkeypatch.setattr(heap, "_malloc_trim", trim)
-    this = heap.Heap()
+    monkeypatch.setattr(host_memory, "taken_bytes", lambda: taken[0])
+    monkeypatch.setattr(host_memory, "_malloc_trim", trim)
+    this = host_memory.Heap()
     for now in (100, 120, 125, 126, 130, 100, 126):
         taken[0] = now
         this.trim_if_grown()
@@ -30,17 +30,17 @@ def test_it_is_given_back_if_a_quarter_more_is_taken_than_was_needed(monkeypatch
 
 
 def test_without_malloc_trim_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_malloc_trim", None)
-    heap.Heap().trim_if_grown()
+    monkeypatch.setattr(host_memory, "_malloc_trim", None)
+    host_memory.Heap().trim_if_grown()
 
 
 def test_this_c_library_gives_back_what_is_free() -> None:
-    if heap._malloc_trim is None:
+    if host_memory._malloc_trim is None:
         pytest.skip("this C library has no malloc_trim")
     small = [bytearray(100 << 10) for _ in range(2000)]  # of the heap, as each is below the least size that is mapped
     between = small[::2]
-    before = heap.taken_bytes()
+    before = host_memory.taken_bytes()
     del small
-    heap.Heap().trim_if_grown()
-    assert heap.taken_bytes() < before - (50 << 20)
+    host_memory.Heap().trim_if_grown()
+    assert host_memory.taken_bytes() < before - (50 << 20)
     assert len(between) == 1000
