@@ -215,7 +215,7 @@ class Engine(DeepSpeedSurface):
         it, or if `infinity.schedule` is "vertical", which requires `train_batch`.
         """
         self._check_whole_model()
-        if self.config.passes < self.gradient_accumulation_steps():
+        if self.config.infinity.schedule == "vertical" and self.config.micro_batches_at_once > 1:
             raise ConfigError(
                 'infinity.schedule "vertical" runs all micro-batches of a step at once: call engine.train_batch(data_iter), or '
                 'set it to "auto"'
@@ -229,7 +229,7 @@ class Engine(DeepSpeedSurface):
                     "a batch that is split (infinity.micro_batches) keeps no graph: leave retain_graph out"
                 )
 
-        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        divided = loss / self._progress.accumulation if scale_wrt_gas else loss
         self._backward(1, iter([divided]), partial(_backward_from, retain_graph=retain_graph), check)
         return divided
 
@@ -256,7 +256,7 @@ class Engine(DeepSpeedSurface):
             self._progress.end_backward(divided)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss.float() * self.cur_scale if self._loss_scale.may_overflow else loss
+        return loss.float() * self._loss_scale.scale if self._loss_scale.may_overflow else loss
 
     @contextlib.contextmanager
     def _in_backward(self, count: int, check: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -272,7 +272,7 @@ class Engine(DeepSpeedSurface):
             last = self._progress.ends_a_step(self._progress.micro_steps + count)
             if self.live is not None:
                 self.live.begin_backward(last=last)
-            self._updater.expect(factor_of(self.cur_scale) if last else None)
+            self._updater.expect(factor_of(self._loss_scale.scale) if last else None)
             with self._guard.around(Pass.BACKWARD):
                 if self._parts.resolved.updates_in_backward:
                     self._parts.commits.make()
@@ -420,7 +420,7 @@ class Engine(DeepSpeedSurface):
     def _step(self) -> None:
         with self._in_pass("a step"), self._timing("step"):
             self._check_trains()
-            if not self.is_gradient_accumulation_boundary():
+            if not self._progress.ends_a_step(self._progress.micro_steps):
                 return
             self._guard.settle()
             self.health.check_not_torn()
@@ -432,13 +432,13 @@ class Engine(DeepSpeedSurface):
                 reshard(
                     self.module
                 )  # groups that an evaluation left gathered would become stale, and hide the gradients
-                with measured(self.timeline, "gradients", "norm of the gradients"):
+                with measured(self._storage.timeline, "gradients", "norm of the gradients"):
                     self._grad_norm, factor = gradient_factor(
                         scaled_norm(
                             self._parts.ties.counted(self.module), self._updater.take_gradients(), self._parts.grid.pipe
                         ),
-                        loss_scale=self.cur_scale,
-                        clipping=self.gradient_clipping(),
+                        loss_scale=self._loss_scale.scale,
+                        clipping=self.config.gradient_clipping,
                         may_overflow=self._loss_scale.may_overflow,
                         known_on_host=self._parts.resolved.paging is not None,
                     )
@@ -465,8 +465,9 @@ class Engine(DeepSpeedSurface):
             self._updater.skip()
         else:
             self._updater.step(grad_scale=factor)
-            if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-                self.lr_scheduler.step()
+            lr_scheduler = self._parts.lr_scheduler
+            if lr_scheduler is not None and not isinstance(lr_scheduler, ReduceLROnPlateau):
+                lr_scheduler.step()
         self._guard.drop_gradients()
         self._progress.end_step()
 
@@ -477,7 +478,7 @@ class Engine(DeepSpeedSurface):
                     log.info(note)
         self.step_stats = self._meter.end_step()
         every = self.config.steps_per_print
-        if every and self.global_steps % every == 0:
+        if every and self._progress.global_steps % every == 0:
             skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
             losses = self._progress.step_losses
             loss = f", loss {sum(map(float, losses)):.4f}" if losses else ""
@@ -508,14 +509,14 @@ class Engine(DeepSpeedSurface):
     @contextlib.contextmanager
     def _timing(self, part: Literal["fwd", "bwd", "step"], micro_batches: int = 1) -> Iterator[None]:
         """Measure the block as `part` for every report that is enabled; write the reports when a step ends."""
-        steps, clock, profile = self.global_steps, self.wall_clock, self.flops_profile
+        steps, clock, profile = self._progress.global_steps, self.wall_clock, self.flops_profile
         with (
-            measured(self.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
+            measured(self._storage.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
             clock.measure(part) if clock is not None else contextlib.nullcontext(),
             profile.measure(part, steps, micro_batches) if profile is not None else contextlib.nullcontext(),
         ):
             yield
-        stepped = self.global_steps > steps
+        stepped = self._progress.global_steps > steps
         if clock is not None and part == "step":
             clock.report(stepped=stepped)
         if profile is not None and stepped and profile.report(self.config.batch):
@@ -548,7 +549,7 @@ class Engine(DeepSpeedSurface):
         state = self._state
         unpaged_state = partial(state.capture_unpaged, self.client_state)
         late: dict[Part, Any] = {"settings": state.capture_settings, "buffers": state.capture_buffers}
-        self._parts.commits.note(self.global_steps, state.training, unpaged_state, late)
+        self._parts.commits.note(self._progress.global_steps, state.training, unpaged_state, late)
 
     def resume(self, unpaged_state: dict[str, Any]) -> None:
         """For `initialize`: restore a commit's state outside the arena. Raises CheckpointError if it is of another training."""

@@ -40,10 +40,8 @@ class Monitors:
         """True if the config enables any; the same on every rank."""
         self._open = dict(monitors or {})
         self._stopped: set[str] = set()
-
-    @property
-    def is_writing(self) -> bool:
-        return self._open.keys() > self._stopped
+        self.is_writing = bool(self._open)
+        """True until the last monitor is stopped or closed."""
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
         """Write events of your own: tuples of a name, a value (whatever float() takes) and the samples so far, such as
@@ -58,6 +56,7 @@ class Monitors:
                 monitor.write(events)
             except Exception as error:
                 self._stopped.add(key)
+                self.is_writing = self._open.keys() > self._stopped
                 log.warning(
                     "%s failed and writes nothing more, while the training continues: %s; to have it in the next run, %s",
                     key,
@@ -66,6 +65,7 @@ class Monitors:
                 )
 
     def close(self) -> None:
+        self.is_writing = False
         while self._open:
             key, monitor = self._open.popitem()
             try:

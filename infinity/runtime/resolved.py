@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ class Resolved:
         """Number of ranks that share a copy of the model."""
         return self.shard_ranks * self.tensor_ranks
 
-    @property
+    @cached_property
     def updates_in_backward(self) -> bool:
         """True if groups are updated in the backward, finally or speculatively."""
         return self.paging is not None and self.paging.update == "backward"

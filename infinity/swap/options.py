@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 import torch
@@ -147,7 +148,7 @@ class PagingOptions:
         may_wait = self.gradient_bytes_max is None and not self.updates_are_collective
         return self.update == "backward" and may_wait and not self.in_host_memory
 
-    @property
+    @cached_property
     def updates_wait(self) -> bool:
         """True if a step may defer updates."""
         return self.update != "step" and not self.updates_are_collective
