@@ -66,7 +66,7 @@ class _Range:
 
 
 class ReusedMemory:
-    """The reused memory of one model: `lend`, or `fill` and `free` tensors made by `tensor`."""
+    """The reused memory of one model: `lend`, or `fill` and `free` tensors made by `tensor` that it `holds`."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
@@ -86,7 +86,8 @@ class ReusedMemory:
         return _UNIT * sum(len(range_.present) for range_ in self._ranges.values())
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D CPU tensor without memory until `fill`; torch allocates it if it is small or gets no range."""
+        """Return a 1-D CPU tensor without memory until `fill`; torch allocates it if it is small or gets no range, and
+        `holds` is then False."""
         nbytes = numel * dtype.itemsize
         units = -(-nbytes // _UNIT)
         if nbytes < _NBYTES_MIN or not self._can_move or self._mappings + units + 2 > _MAPPINGS_MAX:
@@ -107,7 +108,7 @@ class ReusedMemory:
         tensor = (
             idle.popitem()[1] if idle else self.tensor(numel, dtype)
         )  # an exception from here on loses addresses alone
-        if tensor.data_ptr() not in self._ranges:
+        if not self.holds(tensor):
             return tensor
         lent = tensor.view(-1)
         weakref.finalize(lent, self._returned.append, tensor).atexit = False
@@ -127,11 +128,13 @@ class ReusedMemory:
             range_.present.clear()
         self._free.clear()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor has a range here."""
+        return tensor.data_ptr() in self._ranges
+
     def fill(self, tensor: torch.Tensor) -> None:
         """Give a tensor writable, uninitialised memory. Raises OSError if there is none."""
-        range_ = self._ranges.get(tensor.data_ptr())
-        if range_ is None:
-            return
+        range_ = self._ranges[tensor.data_ptr()]
         if self._returned:
             self._take_back()
         self._free.pop(range_, None)
@@ -147,16 +150,13 @@ class ReusedMemory:
             _protect(range_, mmap.PROT_READ | mmap.PROT_WRITE)
             range_.is_protected = False
 
-    def free(self, tensor: torch.Tensor) -> bool:
-        """Release a tensor's memory until `fill`. Returns False if the tensor was not made here."""
-        range_ = self._ranges.get(tensor.data_ptr())
-        if range_ is None:
-            return False
+    def free(self, tensor: torch.Tensor) -> None:
+        """Release a tensor's memory until `fill`."""
+        range_ = self._ranges[tensor.data_ptr()]
         if not range_.is_protected:
             range_.is_protected = True
             _protect(range_, _PROT_NONE)
             self._free[range_] = None
-        return True
 
     def _take_back(self) -> None:
         while self._returned:

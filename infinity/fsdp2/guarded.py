@@ -307,6 +307,8 @@ class GuardedParameter(FSDPParam):
     def begin(self, memory: ReusedMemory) -> None:
         """Initialise the parameter as never gathered."""
         self._memory = memory
+        self._reused: list[torch.Tensor] = []
+        """Those of `all_gather_outputs` that have memory there."""
         self.all_gather_outputs = []
         vars(self).pop("_unsharded_param", None)
 
@@ -314,16 +316,21 @@ class GuardedParameter(FSDPParam):
         self, numels: list[int], dtypes: list[torch.dtype], ranks: int, device: torch.device
     ) -> None:
         if device.type == "cpu" and not self.all_gather_outputs:
-            self.all_gather_outputs = [
-                self._memory.tensor(ranks * numel, dtype) for numel, dtype in zip(numels, dtypes, strict=True)
-            ]
+            made = [self._memory.tensor(ranks * numel, dtype) for numel, dtype in zip(numels, dtypes, strict=True)]
+            self._reused = [tensor for tensor in made if self._memory.holds(tensor)]
+            self.all_gather_outputs = made
         super().init_all_gather_outputs(numels, dtypes, ranks, device)
-        for tensor in self.all_gather_outputs:
+        for tensor in self._reused:
             self._memory.fill(tensor)
 
     def free_unsharded_param(self) -> None:
+        if not self._reused:
+            super().free_unsharded_param()
+            return
         for tensor in (*self.all_gather_outputs, *self._unsharded_inner_tensors):
-            if not self._memory.free(tensor):
+            if self._memory.holds(tensor):
+                self._memory.free(tensor)
+            else:
                 free_storage(tensor)
 
 

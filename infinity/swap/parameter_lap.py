@@ -154,7 +154,7 @@ class ParameterLap:
             self._turn_to(group, backward, training)
         if self.ahead is not None:
             self.ahead.late += delivery.in_flight is None
-        with measured(stager.timeline if stager.device.is_discrete else None, "copy", group.name):
+        with measured(stager.timeline, "copy", group.name) if stager.device.is_discrete else contextlib.nullcontext():
             if delivery.in_flight is None:
                 if shard.resident is not None:
                     group.start_resident_h2d(stager.device)

@@ -41,7 +41,8 @@ def test_elements_stay_while_they_are_used_and_no_more_is_mapped_than_at_once(
         which = event % len(sizes)
         tensor = tensors[which]
         if which in used:
-            assert bool((tensor[::4096] == used.pop(which)).all()) and memory.free(tensor)
+            assert bool((tensor[::4096] == used.pop(which)).all())
+            memory.free(tensor)
         else:
             memory.fill(tensor)
             tensor[::4096] = used[which] = number
@@ -114,8 +115,7 @@ def test_what_is_in_no_use_is_given_back() -> None:
 def test_small_tensors_are_torchs_own() -> None:
     memory = ReusedMemory()
     tensor = memory.tensor(100, torch.float32)
-    memory.fill(tensor)
-    assert not memory.free(tensor) and memory.nbytes == 0
+    assert not memory.holds(tensor) and memory.nbytes == 0
 
 
 def test_what_is_read_after_it_was_freed_ends_the_process() -> None:
