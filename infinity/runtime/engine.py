@@ -109,7 +109,7 @@ class Engine(DeepSpeedSurface):
         hyperparameters = Hyperparameters(self.optimizer, parts.lr_scheduler, config.infinity.resume_hyperparameters)
         self._state = EngineState(parts, self._loss_scale, hyperparameters, self._progress)
         self._checkpoints = Checkpoints(parts, self._state, self._guard)
-        self._meter = StepMeter(self._storage.stats)
+        self._meter = StepMeter(self._storage.transferred)
         self._stages: Stages | None = None
         if parts.grid.pipe is not None:
             self._stages = Stages(parts, self.forward_pass, self._backward_in_stage, self._scaled)

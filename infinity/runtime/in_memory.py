@@ -106,6 +106,9 @@ class InMemory:
     def stats(self) -> SwapStats | None:
         return None
 
+    def transferred(self) -> tuple[int, int, float]:
+        return 0, 0, 0.0
+
     def step_bytes(self, *, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         return 0, 0
 

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import sub
 
 import torch
 import torch.distributed as dist
-
-from infinity.swap import SwapStats
 
 PARTS = ("fwd", "bwd", "step")
 
@@ -93,27 +92,22 @@ class EngineStats:
 
 
 class StepMeter:
-    """Measures from one step's end to the next. swap_stats: counters of a paged model; None if the model is on the device."""
+    """Measures from one step's end to the next. transferred: as `SwapManager.transferred`."""
 
-    def __init__(self, swap_stats: Callable[[], SwapStats | None]) -> None:
-        self._swap_stats = swap_stats
+    def __init__(self, transferred: Callable[[], tuple[int, int, float]]) -> None:
+        self._transferred = transferred
         self.restart()
 
     def restart(self) -> None:
         """Measure the next step from now."""
-        self._before = self._counters()
+        self._before = time.perf_counter(), *self._transferred()
 
     def end_step(self) -> EngineStats:
         """Return the measurements since the last step's end, or since `restart`."""
-        before, self._before = self._before, self._counters()
-        seconds, read, written, stall = (b - a for a, b in zip(before, self._before, strict=True))
+        before = self._before
+        self.restart()
+        seconds, read, written, stall = map(sub, self._before, before)
         return EngineStats(float(seconds), int(read), int(written), float(stall))
-
-    def _counters(self) -> tuple[float, int, int, float]:
-        stats = self._swap_stats()
-        if stats is None:
-            return time.perf_counter(), 0, 0, 0.0
-        return time.perf_counter(), stats.read_bytes, stats.written_bytes, stats.stall_seconds
 
 
 class WallClock:

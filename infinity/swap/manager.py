@@ -310,6 +310,11 @@ class SwapManager:
         """Return the counters."""
         return SwapStats.of(self._open(), self._paging)
 
+    def transferred(self) -> tuple[int, int, float]:
+        """Return the bytes read, the bytes written, and the seconds that the training thread waited, since the start."""
+        engine = self._open().engine
+        return engine.read_bytes, engine.written_bytes, engine.stall_seconds
+
     def step_bytes(self, *, micro_batches: int = 1, gathers: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Return the bytes (read, written) of a step in which every trained parameter has a gradient.
 

@@ -223,6 +223,8 @@ class PendingUpdates:
         Reads `sub_groups_ahead` sub-groups ahead; the last writes continue in the background. Raises IoError if a
         transfer failed; after a failed read, the updates that have not run still wait.
         """
+        if not self.waiting:
+            return
         moving, in_memory = [sub for sub in self.waiting if sub.moves], [sub for sub in self.waiting if not sub.moves]
         groups = [group for group in self._groups if self.of(group)]
         ahead = in_turn([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
