@@ -7,7 +7,7 @@ import pytest
 from infinity import host_memory
 
 
-def test_it_is_given_back_if_a_quarter_more_is_taken_than_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_given_back_if_an_eighth_more_is_taken_than_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, trims = [100], []
     needed = 100
 
@@ -18,15 +18,15 @@ def test_it_is_given_back_if_a_quarter_more_is_taken_than_was_needed(monkeypatch
     monkeypatch.setattr(host_memory, "taken_bytes", lambda: taken[0])
     monkeypatch.setattr(host_memory, "_malloc_trim", trim)
     this = host_memory.Heap()
-    for now in (100, 120, 125, 126, 130, 100, 126):
+    for now in (100, 110, 112, 113, 130, 100, 113):
         taken[0] = now
         this.trim_if_grown()
-    assert trims == [100, 126, 130, 126]
+    assert trims == [100, 113, 130, 113]
     needed = 200
-    for now in (200, 250, 251, 240, 100, 126):
+    for now in (200, 225, 226, 220, 100, 113):
         taken[0] = now
         this.trim_if_grown()
-    assert trims[4:] == [200, 251]
+    assert trims[4:] == [200, 226]
 
 
 def test_without_malloc_trim_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
