@@ -252,7 +252,7 @@ class GradientLap:
     def check_unused(self) -> None:
         """Raise InfinityError if the next step would use a gradient that the last step has used."""
         for parameter, stand_in in self._shown.items():
-            if stand_in.is_used_up(parameter):
+            if stand_in.taken is Taken.BY_STEP and stand_in.is_shown_alone(parameter):  # torch would step with it
                 raise used_up(stand_in.name)
 
     def used(self, stepped: Iterable[nn.Parameter]) -> dict[nn.Parameter, Taken]:
@@ -426,10 +426,6 @@ class StandIn:
         self.local = _made(local.shape, local.stride(), local.device, self)
         self.grad = as_sharded(self.local, data)
         """The value of `.grad` while it shows this; FSDP2 may replace its local tensor by what it adds."""
-
-    def is_used_up(self, parameter: nn.Parameter) -> bool:
-        """Return True if torch would step with a gradient that the last step has used."""
-        return self.taken is Taken.BY_STEP and self.is_shown_alone(parameter)
 
     def is_shown_alone(self, parameter: nn.Parameter) -> bool:
         """Return True if `.grad` shows it, and FSDP2 has added nothing."""

@@ -69,22 +69,6 @@ class SwapStats:
     drives: tuple[DriveStats, ...]
     """The bytes that each drive moved, in the order of the paths."""
 
-    @staticmethod
-    def of(machinery: Machinery, paging: Paging | None) -> SwapStats:
-        engine, pool = machinery.engine, machinery.pool
-        return SwapStats(
-            read_bytes=engine.read_bytes,
-            written_bytes=engine.written_bytes,
-            stall_seconds=engine.stall_seconds,
-            demand_reads=machinery.stager.demand_reads,
-            mispredictions=paging.policy.mispredictions if paging is not None else 0,
-            pinned_bytes=pool.nbytes,
-            pinned_peak_bytes=pool.peak_bytes,
-            cached_bytes=paging.paged.layout.cached_bytes if paging is not None else 0,
-            arena_bytes=machinery.arena.nbytes,
-            drives=tuple(engine.drives),
-        )
-
 
 class SwapManager:
     """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
@@ -308,7 +292,17 @@ class SwapManager:
 
     def stats(self) -> SwapStats:
         """Return the counters."""
-        return SwapStats.of(self._open(), self._paging)
+        machinery, paging = self._open(), self._paging
+        return SwapStats(
+            *self.transferred(),
+            demand_reads=machinery.stager.demand_reads,
+            mispredictions=paging.policy.mispredictions if paging is not None else 0,
+            pinned_bytes=machinery.pool.nbytes,
+            pinned_peak_bytes=machinery.pool.peak_bytes,
+            cached_bytes=paging.paged.layout.cached_bytes if paging is not None else 0,
+            arena_bytes=machinery.arena.nbytes,
+            drives=tuple(machinery.engine.drives),
+        )
 
     def transferred(self) -> tuple[int, int, float]:
         """Return the bytes read, the bytes written, and the seconds that the training thread waited, since the start."""

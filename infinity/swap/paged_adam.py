@@ -146,13 +146,9 @@ class PagedAdamW(PagedAdam):
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
 
 
-_Alike = tuple[float, float, torch.dtype]
-"""Step, scale and dtype of the gradients of one kernel call."""
-
-
-def _alike(batch: list[SteppedPiece]) -> dict[_Alike, list[GradPiece]]:
-    """Return the gradients of each kernel call."""
-    alike: dict[_Alike, list[GradPiece]] = {}
+def _alike(batch: list[SteppedPiece]) -> dict[tuple[float, float, torch.dtype], list[GradPiece]]:
+    """Return the gradients of each kernel call: those with the same step, scale and dtype."""
+    alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
         stepped = piece.stepping
         key = (float(stepped.steps), stepped.grad_scale, piece.grad.dtype)
@@ -168,7 +164,7 @@ def _step_in_one_pass(
     sub: PagedSubGroup,
     settings: AdamSettings,
     batch: list[SteppedPiece],
-    alike: Mapping[_Alike, list[GradPiece]],
+    alike: Mapping[tuple[float, float, torch.dtype], list[GradPiece]],
     lease: Lease | None,
     sums: PageSums | None = None,
 ) -> None:

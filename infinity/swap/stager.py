@@ -174,11 +174,6 @@ class ChunkIo:
         requests = [self._request("write", chunk.lease, span, Priority.WRITE_BACK) for span in chunk.writes]
         return self._engine.start(requests, sums_by_caller=chunk.sums is not None)
 
-    def count_writes(self, chunk: Chunk) -> None:
-        """Count the writes of a chunk, which have started, in the arena."""
-        for span in chunk.writes:
-            self.arena.count_write(span.offset, span.nbytes)
-
     def wait(self, chunk: Chunk, *, with_team: bool) -> None:
         """Wait until the chunk's transfers have ended (`with_team`: see `IoEngine`). Raises IoError, which names the
         chunk."""
@@ -282,7 +277,7 @@ class Stager:
         """Return a lease with the chunk's bytes, for the caller alone until `release` or `write_back`. May block.
 
         A chunk that is `verified_by_caller` may be `unverified`: the caller verifies it, or `io.verify` does. Raises
-        IoError if the read failed (the lease is then back in the pool), BudgetError if the chunk exceeds the pool.
+        IoError if a write or the read failed (the lease is then back in the pool), BudgetError if the chunk exceeds the pool.
         """
         if chunk.state in _UNWRITTEN:
             self.settle(chunk)
@@ -291,7 +286,8 @@ class Stager:
         if chunk.writes:  # the caller may change the bytes, so the device must have copied them
             self.wait_copied(chunk)
         if chunk.state is ChunkState.ON_NVME:
-            self.wait_until_readable(chunk)
+            for other in chunk.after:
+                self.settle(other, f"before the read of {chunk.name}")
             self.demand_reads += bool(chunk.reads)
             lease = chunk.home or self.make_room(chunk.lease_bytes, chunk.name)
             self._start_read(chunk, lease, Priority.DEMAND)
@@ -311,11 +307,6 @@ class Stager:
             return True
         self.reap()
         return not chunk.awaits_write()
-
-    def wait_until_readable(self, chunk: Chunk) -> None:
-        """Wait until the arena holds the bytes that a read of the chunk needs. Raises IoError if a write failed."""
-        for other in chunk.after:
-            self.settle(other, f"before the read of {chunk.name}")
 
     def is_ready(self, chunk: Chunk) -> bool:
         """Return True if a chunk is staged and `acquire` would not wait. A prefetch that failed is only logged."""
@@ -539,7 +530,8 @@ class Stager:
         except BaseException as error:
             self._lose(chunk, error)
             raise
-        self.io.count_writes(chunk)
+        for span in chunk.writes:
+            self.io.arena.count_write(span.offset, span.nbytes)
         chunk.move_to(ChunkState.WRITING)
         self._writing[chunk] = None
 

@@ -155,14 +155,12 @@ class PagedSubGroup:
 
     def views(self, lease: Lease | None) -> dict[Field, torch.Tensor]:
         """Return all fields, as `view` does each."""
-        views: dict[Field, torch.Tensor] = {}
-        whole = lease.view(torch.uint8) if lease is not None else None
-        for name, at in self.locations.items():
-            if at.tensor is None:
-                assert whole is not None
-                views[name] = whole[at.offset : at.offset + at.numel * at.dtype.itemsize].view(at.dtype)
-            else:
-                views[name] = at.tensor
+        views = {name: at.tensor for name, at in self.locations.items() if at.tensor is not None}
+        if lease is not None:
+            whole = lease.view(torch.uint8)
+            for name, at in self.locations.items():
+                if at.tensor is None:
+                    views[name] = whole[at.offset : at.offset + at.numel * at.dtype.itemsize].view(at.dtype)
         return views
 
     def master(self, lease: Lease | None) -> torch.Tensor:
