@@ -4,11 +4,9 @@ gives the kernel back what the C library's heap keeps free.
 Read from /proc and /sys below `root`. Unknown values are None.
 
 [Note: A heap with holes]
-torch aligns tensors to 64 bytes. Before version 2.38 glibc finds no place for such a tensor where one of the same size
-was freed, if anything small was allocated next to it. So a heap grows in every pass: with 16 micro-batches of 512
-tokens of a model of 200 M parameters it had 2 GiB of memory, of which 0.25 GiB were in use. malloc_trim gives back
-whole free pages; those used again are mapped and cleared again. So it is called only if the process takes an
-eighth more memory than it ever needed.
+torch aligns tensors to 64 bytes, and glibc before 2.38 finds no place for one where another of its size was freed. So a
+heap grows in every pass. malloc_trim gives whole free pages back, which are cleared when used again, so it is called
+only if the process takes an eighth more than it ever needed: docs/decisions/41-the-heap-gives-back-what-it-keeps-free.md.
 """
 
 from __future__ import annotations

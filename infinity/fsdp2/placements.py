@@ -66,7 +66,8 @@ def place_in_whole(tensor: torch.Tensor) -> tuple[slice, ...]:
 def is_by_rows(sharded: DTensor) -> bool:
     """Return True if FSDP2 shards the parameter, or its part, by rows, and its rows are where the DTensor says."""
     dim = _shard_dim(sharded)
-    if dim >= sharded.device_mesh.ndim or not _is_shard(sharded.placements[dim], 0):
+    rows = sharded.placements[dim] if dim < sharded.device_mesh.ndim else None
+    if not isinstance(rows, (Shard, _StridedShard)) or rows.dim != 0:
         return False
     return _place(sharded, sharded.placements)[0] == tuple(sharded._local_tensor.shape) or not sharded.numel()
 
@@ -82,10 +83,6 @@ def as_sharded(local: torch.Tensor, like: DTensor | DTensorSpec) -> DTensor:
 
 def _shard_dim(sharded: DTensor | DTensorSpec) -> int:
     return int(isinstance(sharded.placements[0], Replicate))
-
-
-def _is_shard(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 def _place(tensor: DTensor, placements: Sequence[Placement]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -36,7 +36,6 @@ from infinity.plan.estimate import record_bytes
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.schedule.timeline import TraceSummary
-from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout, describe, differences
 from infinity.store.durable import DurableRun
 from infinity.store.foreign import StoredParameter
@@ -204,7 +203,8 @@ class SwapManager:
                 foreign=foreign,
                 stored=options.stored_in_words(durable=self.run is not None),
             )
-            place = _on_drives(place, machinery.arena)
+            arena = machinery.arena
+            place = replace(place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes)
             alone = all(group.ranks == 1 for group in groups)
             paging = Paging(self, machinery, paged, options, place, self._tensors, alone=alone)
             resumes = self.run is not None and self.run.resumed is not None
@@ -454,10 +454,6 @@ def _checked_place(
             "config of that run, or start without resume under another infinity.run_name"
         )
     return place
-
-
-def _on_drives(place: ArenaLayout, arena: Arena) -> ArenaLayout:
-    return replace(place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes)
 
 
 def _device_of(groups: Sequence[ShardedGroup]) -> Device:

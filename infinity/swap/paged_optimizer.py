@@ -284,7 +284,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         members = [sub for sub in group.members if self._speculation.may_update(sub)]
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
-            self._speculation.note_inputs({stepped.shard.index: stepped.inputs for stepped in stepping.values()})
+            self._speculation.inputs |= {stepped.shard.index: stepped.inputs for stepped in stepping.values()}
             self.lap.update_in_backward(group, updates)
 
     def _updates_of(

@@ -59,7 +59,7 @@ class Speculation:
         `accept`, after which the reads of all sub-groups are set again."""
         self._stager = stager
         self._policy = SpeculationPolicy()
-        self._inputs: dict[int, Any] = {}
+        self.inputs: dict[int, Any] = {}
         """By shard number: everything that an update depends on, except the gradient and the state."""
         self._ties: dict[PagedSubGroup, torch.Tensor] = {}
         """By sub-group whose other slot holds its update: the new ties."""
@@ -76,10 +76,6 @@ class Speculation:
         """Return True if the backward updates the sub-group and its other slot may be written."""
         return sub.is_speculative and sub.committed_slot in (None, sub.current_slot)
 
-    def note_inputs(self, inputs: Mapping[int, Any]) -> None:
-        """Record the inputs of the updates of shards."""
-        self._inputs |= inputs
-
     def begin(self, sub: PagedSubGroup, ties: torch.Tensor) -> None:
         """Record an update that is being written to the other slot, and its new ties."""
         self._ties[sub] = ties
@@ -90,7 +86,7 @@ class Speculation:
 
     def discard_all(self) -> None:
         self._ties.clear()
-        self._inputs.clear()
+        self.inputs.clear()
 
     def accept(self, inputs: Mapping[int, Any], grad_scale: float) -> set[PagedSubGroup]:
         """Accept the updates that were made with the step's inputs, and discard all others. Returns the updated
@@ -98,7 +94,7 @@ class Speculation:
         were_updated = bool(self._ties)
         for sub in [*self._ties]:
             shards = [piece.shard for piece in sub.layout.pieces if piece.shard in inputs]
-            if not shards or any(self._inputs.get(shard) != inputs[shard] for shard in shards):
+            if not shards or any(self.inputs.get(shard) != inputs[shard] for shard in shards):
                 self.discard(sub)
         accepted = {*self._ties}
         for sub, ties in self._ties.items():
@@ -162,7 +158,9 @@ class PendingUpdates:
             waits = not updates.keys().isdisjoint(group.members)
             if not updates.keys().isdisjoint(group.resident_sub_groups):
                 group.resident_delivery.forget()
-            if _is_staged_as_accepted(group, accepted) and (group.stays or not waits):
+            staged = {*group.chunk.early} if group.chunk is not None else set()
+            is_current = staged == {sub.chunk for sub in group.members if sub in accepted}
+            if is_current and (group.stays or not waits):
                 group.end_gather(stager)
                 if group.chunk is not None:
                     group.chunk.early = ()
@@ -367,7 +365,8 @@ class PendingUpdates:
                 update(lease)  # PagedOptimizer._update, by `_updates_of`
             if compute is not None and sub.staged is None:
                 with measured(timeline, "copy", sub.chunk.name):
-                    _copy_to_group(sub, lease, compute)
+                    made = sub.view(sub.layout.gathered, lease)
+                    compute.view(made.dtype, sub.layout.gathered_start, sub.layout.numel).copy_(made)
         finally:
             sub.staged = None
 
@@ -431,15 +430,3 @@ def _in_turn(moving: list[PagedSubGroup], in_memory: list[PagedSubGroup]) -> lis
     placed = [((2 * k + 1) * len(in_memory), sub) for k, sub in enumerate(moving)]
     placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(in_memory)]
     return [sub for _, sub in sorted(placed, key=itemgetter(0))]
-
-
-def _is_staged_as_accepted(group: PagedGroup, accepted: Collection[PagedSubGroup]) -> bool:
-    """Return True if the staged bytes of a group, if any, are current once these members' updates are accepted."""
-    early = group.chunk.early if group.chunk is not None else ()
-    return {*early} == {sub.chunk for sub in group.members if sub in accepted}
-
-
-def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
-    """Copy a sub-group's gathered field from `lease` (or host memory) into the lease of its group."""
-    name = sub.layout.gathered
-    into.view(sub.dtype(name), sub.layout.gathered_start, sub.layout.numel).copy_(sub.view(name, lease))

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
@@ -215,7 +215,8 @@ class StagingPolicy:
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
         cycle = self._traces[True].cycle
-        in_backward = self._updated_in_backward(cycle)
+        updated = frozenset(used for used in cycle if isinstance(used, PagedSubGroup))
+        in_backward = updated if cycle else self._in_backward
         stepped = {*self._paged.updates.stepped} if cycle else set()
         later = [sub for sub in self._trained if sub not in in_backward or sub in stepped]
         foretold = StepBytes(
@@ -334,12 +335,6 @@ class StagingPolicy:
         resident_sub_groups = [sub.unit for sub in group.resident_sub_groups if sub in updated]
         members = [sub.unit for sub in group.members if sub in updated]
         return [*resident_sub_groups, compute, *members]
-
-    def _updated_in_backward(self, cycle: Sequence[PagedGroup | PagedSubGroup]) -> Set[PagedSubGroup]:
-        """Return the sub-groups that a cycle updates in the backward; without a cycle, those that it may update."""
-        if cycle:
-            return {unit for unit in cycle if isinstance(unit, PagedSubGroup)}
-        return self._in_backward
 
 
 @dataclass(eq=False)

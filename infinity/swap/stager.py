@@ -183,7 +183,8 @@ class ChunkIo:
                 if span.foreign is not None:
                     span.foreign.check_first_read(span.offset)
         except IoError as error:
-            if isinstance(error, IntegrityError) and not _is_foreign(chunk, error.path):
+            is_foreign = any(span.foreign is not None and span.foreign.file.path == error.path for span in chunk.reads)
+            if isinstance(error, IntegrityError) and not is_foreign:
                 self.arena.explain(error, chunk.name)
             else:
                 error.concerning(chunk.name)
@@ -583,7 +584,3 @@ def _too_small(pool: PinnedPool | PoolPart, nbytes: int, who: str) -> BudgetErro
         f"{format_bytes(pool.leased_bytes)} of them in use: raise pinned_bytes_max to at least "
         f"{format_bytes(pool.leased_bytes + 3 * nbytes)}"
     )
-
-
-def _is_foreign(chunk: Chunk, path: str) -> bool:
-    return any(span.foreign is not None and span.foreign.file.path == path for span in chunk.reads)

@@ -31,14 +31,17 @@ from infinity.swap.timeline import measured
 from infinity.units import align_up
 
 
-@dataclass
-class _Held:
-    """Gradients in host memory, complete once `copy_event` has fired."""
+@dataclass(eq=False)
+class HostGradient:
+    """Gradients (1-D) in host memory, complete once `copy_event` has fired; on a CPU where they are. `keeps`: keeps the
+    memory lent."""
 
     tensor: torch.Tensor
     copy_event: CopyEvent | None = None
+    keeps: object = None
 
     def wait(self) -> torch.Tensor:
+        """Wait until the elements are in host memory, and return them."""
         if self.copy_event is not None:
             self.copy_event.wait()
             self.copy_event = None
@@ -65,7 +68,7 @@ class WaitingGradients:
         """Numbers of the groups with gradients that wait on NVMe."""
         for sub, chunk in self._spilled.items():
             sub.chunk.after += (chunk,)
-        self._held: dict[PagedSubGroup, _Held] = {}
+        self._held: dict[PagedSubGroup, HostGradient] = {}
         self.kept_shards: set[int] = set()
         """Numbers of the shards with a gradient that arrived since the last step and is kept here. Read-only."""
         self._moved = (0, 0)
@@ -84,7 +87,7 @@ class WaitingGradients:
 
     def sums_in_place(self, group: PagedGroup) -> bool:
         """Return True if `take` can add to kept gradients of the group where they are."""
-        return self._host_gradients.are_in_place and group.index not in self._spilling
+        return not self._host_gradients.device.is_discrete and group.index not in self._spilling
 
     def take(
         self,
@@ -114,7 +117,7 @@ class WaitingGradients:
                     self._spill(sub, pieces, grads)
                 else:
                     if sub not in self._held:
-                        self._held[sub] = _Held(self._host_gradients.memory(sub.layout.numel, dtype))
+                        self._held[sub] = HostGradient(self._host_gradients.memory(sub.layout.numel, dtype))
                     held = self._held[sub]
                     if adds:
                         held.wait()  # for the last micro-batch's gradients, not for any of this one
@@ -202,14 +205,14 @@ class WaitingGradients:
         if self._dtype is torch.float32 or (held is not None and held.tensor.dtype is torch.float32):
             return
         if held is not None:
-            self._held[sub] = _Held(held.wait().float())
+            self._held[sub] = HostGradient(held.wait().float())
             return
         if self.kept_shards.isdisjoint([piece.shard for piece in sub.layout.pieces]):
             return
         chunk = self._spilled[sub]
         lease = self._stager.acquire(chunk)
         try:
-            self._held[sub] = _Held(lease.view(self._dtype, 0, sub.layout.numel).float())
+            self._held[sub] = HostGradient(lease.view(self._dtype, 0, sub.layout.numel).float())
         finally:
             self._stager.release(chunk, keep=False)
 
@@ -225,21 +228,6 @@ _ALIGN = 64
 """Bytes: the alignment of each gradient, for vector kernels."""
 
 
-class HostGradient:
-    """One gradient (1-D). On a CPU it is used in place."""
-
-    def __init__(self, tensor: torch.Tensor, copy_event: CopyEvent | None = None, keeps: object = None) -> None:
-        self.numel, self.dtype = tensor.numel(), tensor.dtype
-        self._tensor, self._copy_event, self._keeps = tensor, copy_event, keeps
-
-    def wait(self) -> torch.Tensor:
-        """Wait until its elements are in host memory, and return them."""
-        if self._copy_event is not None:
-            self._copy_event.wait()
-            self._copy_event = None
-        return self._tensor
-
-
 class _Lent:
     """Keeps a buffer lent for as long as it is referenced."""
 
@@ -252,23 +240,18 @@ class HostGradients:
     """Brings gradients from `device` to the host, with one buffer of `host_memory` for all that start together."""
 
     def __init__(self, device: Device, host_memory: HostBuffers) -> None:
-        self._device, self._host_memory = device, host_memory
+        self.device, self._host_memory = device, host_memory
         self.reused = ReusedMemory()
         """Host memory of a CPU device, shared with gathered parameters."""
         self._last: CopyEvent | None = None
         """The event of the last copy. All copies use one stream, so when it has ended, all have."""
-
-    @property
-    def are_in_place(self) -> bool:
-        """True if gradients are computed in host memory."""
-        return not self._device.is_discrete
 
     def start(self, gradients: Sequence[torch.Tensor]) -> list[HostGradient]:
         """Start to copy gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
 
         The caller may drop them at once, and must not change them in place.
         """
-        if not self._device.is_discrete or not gradients:
+        if not self.device.is_discrete or not gradients:
             return [HostGradient(gradient) for gradient in gradients]
         places = [*itertools.accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
         buffer = self._host_memory.lend(places[-1], torch.uint8)
@@ -277,14 +260,14 @@ class HostGradients:
         started = []
         for at, gradient in zip(places, gradients, strict=False):
             into = buffer.tensor[at : at + gradient.nbytes].view(gradient.dtype)
-            copy_events.append(self._device.start_d2h(gradient, into))
+            copy_events.append(self.device.start_d2h(gradient, into))
             started.append(HostGradient(into, copy_events[-1], lent))
             self._last = copy_events[-1]
         return started
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory (1-D) for fetched gradients, until the tensor itself is dropped."""
-        if not self._device.is_discrete:
+        if not self.device.is_discrete:
             return self.reused.lend(numel, dtype)
         buffer = self._host_memory.lend(numel, dtype)
         tensor = buffer.tensor.view(-1)
@@ -294,16 +277,16 @@ class HostGradients:
     def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> CopyEvent | None:
         """Start to copy a gradient to its place in host memory, converted to the dtype there. The returned event fires
         when it is there, and `settle` waits for it; None if it is there already."""
-        if not self._device.is_discrete:
+        if not self.device.is_discrete:
             into.copy_(gradient)
             return None
-        self._last = self._device.start_d2h(gradient.to(into.dtype), into)
+        self._last = self.device.start_d2h(gradient.to(into.dtype), into)
         return self._last
 
     def to_device(self, fetched: torch.Tensor) -> torch.Tensor:
         """Return a fetched gradient (1-D, copied) on the device, for later work of the current stream. The result may
         be fetched to the same place."""
-        return self._device.start_h2d(fetched).on_device()
+        return self.device.start_h2d(fetched).on_device()
 
     def settle(self) -> None:
         """Wait until everything fetched so far has arrived."""

@@ -277,7 +277,7 @@ BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "gradients used before they have come": (
         waiting_gradients.HostGradient,
         "wait",
-        lambda gradient: gradient._tensor,
+        lambda gradient: gradient.tensor,
     ),
 }
 
