@@ -199,7 +199,7 @@ class GuardedGroup(FSDPParamGroup):
     # Overrides of FSDP2's methods
 
     def unshard(self, async_op: bool = False) -> None:
-        if self.device.type == "cpu" and self.is_sharded:
+        if self.device.type == "cpu":  # also if it stayed gathered from an earlier micro-batch
             HEAP.trim_if_grown()
         with outside_inference_mode():
             super().unshard(async_op)

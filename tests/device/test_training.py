@@ -19,6 +19,7 @@ from launch import ranks
 
 import infinity
 from infinity.device import StreamDevice, streams
+from infinity.runtime import prepare
 from infinity.swap import manager, parameter_lap, waiting_gradients
 from infinity.swap.paging import Paging
 from infinity.swap.pending_updates import PendingUpdates
@@ -54,6 +55,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_fake(runtime: FakeRuntime, case: training.Case, path: Path, monkeypatch: pytest.MonkeyPatch) -> training.Outcome:
     monkeypatch.setattr(manager, "device_for", lambda torch_device: StreamDevice(runtime))
+    monkeypatch.setattr(prepare, "keeps_all", lambda *_: False)  # for torch the device is a CPU
     with runtime.watching():
         return training.with_engine(case, str(path))
 
