@@ -20,7 +20,7 @@ CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-dev setup-docs docs demo demo-words test replay-records test-long torture fuzz test-deepspeed test-transformers test-peft \
-	test-accelerate test-trl test-lightning test-deepspeed-own test-integrations test-torch wheels test-wheel release-check lint lint-style lint-layout lint-types lint-cxx format clean distclean
+	test-accelerate test-trl test-lightning test-deepspeed-own test-integrations test-trainers test-adapters test-torch wheels test-wheel release-check lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -75,9 +75,13 @@ test-deepspeed test-transformers test-peft test-accelerate test-trl test-lightni
 test-deepspeed-own: ## DeepSpeed's own tests of its I/O on our handle (DEEPSPEED=its checkout)
 	tools/test_deepspeed_own.sh "$(DEEPSPEED)" $(ARGS)
 
-test-integrations: ## all of them, without what takes minutes; side by side, but for those that share an environment
+test-integrations: test-trainers test-adapters ## all of them, without what takes minutes
+
+test-trainers: ## the integrations that share no environment, side by side
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \
 		test-deepspeed test-transformers test-trl test-lightning
+
+test-adapters: ## the integrations in the environment of transformers, one after the other
 	@$(MAKE) --no-print-directory SHORT='-m "not long"' test-peft test-accelerate
 
 test-torch: ## the suite on each torch that we say it works on (TORCH="2.14.1 2.15.0" for others)

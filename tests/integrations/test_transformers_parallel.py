@@ -16,7 +16,11 @@ SCRIPT = Path(split_models.__file__)
 
 
 @pytest.mark.parametrize(
-    ("what", "count"), [("plans", 1 + len(split_models.MODELS)), ("experts", 1 + len(split_models.MIXTURES))]
+    ("what", "count"),
+    [
+        ("plans", 1 + len(split_models.MODELS)),
+        pytest.param("experts", 1 + len(split_models.MIXTURES), marks=pytest.mark.long),
+    ],
 )
 def test_training_equals_the_same_split_in_memory(forked_ranks: Any, nvme_path: Path, what: str, count: int) -> None:
     done = forked_ranks(SCRIPT, str(nvme_path), what, ranks=4)

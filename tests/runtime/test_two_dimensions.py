@@ -11,10 +11,11 @@ import pytest
 import two_dimensions
 
 SCRIPT = Path(two_dimensions.__file__)
+MARKS = {"engine": (), "pipelines": pytest.mark.long, "modules per expert": pytest.mark.long}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "engine" else pytest.param(name, marks=pytest.mark.slow) for name in two_dimensions.CASES]
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in two_dimensions.CASES]
 )
 def test_training_equals_the_same_split_in_memory(forked_ranks: Any, nvme_path: Path, name: str) -> None:
     done = forked_ranks(SCRIPT, str(nvme_path), name, ranks=4)
@@ -22,8 +23,13 @@ def test_training_equals_the_same_split_in_memory(forked_ranks: Any, nvme_path: 
     assert not list(nvme_path.iterdir())
 
 
-@pytest.mark.slow
-def test_a_training_that_is_killed_continues_there_and_on_other_meshes(forked_ranks: Any, nvme_path: Path) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [pytest.param(["commit"], marks=pytest.mark.slow), pytest.param(["forward", "save"], marks=pytest.mark.long)],
+)
+def test_a_training_that_is_killed_continues_there_and_on_other_meshes(
+    forked_ranks: Any, nvme_path: Path, places: list[str]
+) -> None:
     """The kill ends all ranks at once; from then on, the numbers of torch alone on the same mesh."""
 
     def run(do: str, ranks: int = 4) -> None:
@@ -31,7 +37,7 @@ def test_a_training_that_is_killed_continues_there_and_on_other_meshes(forked_ra
         assert done.stdout.count("equal") == ranks, done.stdout
 
     run("memory")
-    for place in killed_mesh.PLACES:
+    for place in places:
         died = forked_ranks(Path(killed_mesh.__file__), str(nvme_path), place, ranks=4, check=False)
         assert died.returncode == -signal.SIGKILL, died.stdout
         run("resume")
