@@ -9,7 +9,7 @@ the backward, a gradient passes through this file (here) and gradient_lap.py (la
     4  lap   `take`                                       gradients wait, and their norms are recorded
     5  here  `_apply_gradients`, `_update_speculatively`  build the updates of the sub-groups (`_updates_of`)
     6  lap   `update_in_backward`, `_update`              run them: `PendingUpdates.run_in_backward`
-    7  here  `_update`                                    the arithmetic, in the lease of one sub-group
+    7  here  `_update`                                    the arithmetic in a lease, which `Stager.write_back` writes
 
 [Note: What an update holds]
 A deferred update holds no parameter and no moment. Paged tensors reference the paging, which references the deferred
