@@ -273,7 +273,14 @@ def machines_page() -> ModuleType:
     return program
 
 
-@pytest.mark.parametrize("asked", machines_page().MACHINES, ids=lambda asked: f"{asked.nodes} {asked.preset}")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(asked, marks=pytest.mark.long if asked.preset in ("laptop", "dgx-a100", "8xh200-gen5") else ())
+        for asked in machines_page().MACHINES
+    ],
+    ids=lambda asked: f"{asked.nodes} {asked.preset}",
+)
 def test_machines_are_as_the_plan_says(asked: Any) -> None:
     page = (ROOT / "docs" / "machines.md").read_text()
     assert "\n".join(machines_page().section(asked)) in page, "python tools/make_machines_page.py > docs/machines.md"

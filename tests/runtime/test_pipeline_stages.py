@@ -13,7 +13,7 @@ from infinity.runtime.pipeline import _bounds
 SCRIPT = Path(pipeline_stages.__file__)
 
 
-MARKS = {"training": (), "timings": pytest.mark.long, "shapes": pytest.mark.long}
+MARKS = {"training": (), "timings": pytest.mark.long, "shapes": pytest.mark.long, "checkpoints": pytest.mark.long}
 
 
 @pytest.mark.parametrize(

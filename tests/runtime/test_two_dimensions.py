@@ -11,7 +11,8 @@ import pytest
 import two_dimensions
 
 SCRIPT = Path(two_dimensions.__file__)
-MARKS = {"engine": (), "pipelines": pytest.mark.long, "modules per expert": pytest.mark.long}
+LONG = ("matrices and micro-batches", "pipelines", "modules per expert")
+MARKS = {"engine": (), **dict.fromkeys(LONG, pytest.mark.long)}
 
 
 @pytest.mark.parametrize(
