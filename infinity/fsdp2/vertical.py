@@ -412,9 +412,8 @@ class _Pass:
 
     def _call_root(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's call of the model by `MicroBatch.around`: without hooks, which see one forward of all."""
-        return self._root.cast_output(
-            self._original_forward(*self._root.cast_inputs(args), **self._root.cast_inputs(kwargs))
-        )
+        args, kwargs = self._root.cast_inputs((args, kwargs))
+        return self._root.cast_output(self._original_forward(*args, **kwargs))
 
     def _take_turns(self, coroutines: Sequence[Coroutine]) -> tuple[Any, ...]:
         while not all(coroutine.is_done for coroutine in coroutines):
@@ -503,12 +502,12 @@ class _Pass:
         self._passed = {*self._inside[micro_batch]}
         begins = self._running.waits_for is None
         self._root.enter(micro_batch)
-        self._model._compiled_call_impl = self._call_root
         try:
+            self._model._compiled_call_impl = self._call_root
             self._running.go_on()
         finally:
             self._running = None
-            del self._model._compiled_call_impl
+            vars(self._model).pop("_compiled_call_impl", None)
         self._root.leave()
         self.why_not = self.why_not or self._state.changed(None if begins else self._passed)
 
@@ -566,7 +565,8 @@ class _Pass:
             cast(FSDPModule, module).set_reshard_after_forward(self._is_last, recurse=False)
 
     def restore_forward(self) -> None:
-        """Restore the root's own forward. Idempotent."""
+        """Restore the root's own forward, and its calls. Idempotent."""
+        vars(self._model).pop("_compiled_call_impl", None)
         if self._model.__dict__.get("forward") == self.forward:
             if self._instance_forward is not None:
                 self._model.__dict__["forward"] = self._instance_forward

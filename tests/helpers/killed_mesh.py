@@ -77,7 +77,7 @@ def train(engine: infinity.Engine, mesh: DeviceMesh, end: int) -> Outcome:
 
 
 def kill_at(owner: Any, name: str) -> None:
-    """From now on, this call on rank 1 ends all ranks, at whatever they do."""
+    """From now on, this call on rank 1 ends all ranks at once, in any of their lines."""
     original = getattr(owner, name)
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
