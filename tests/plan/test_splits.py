@@ -153,21 +153,20 @@ def test_stages_wait_for_the_first_and_the_last_micro_batch(stages: int, micro_b
 def counted() -> list[tuple[Work, float, float, float]]:
     """The works of the table "Counted on four ranks" in docs/parallelism.md: bytes read and written, elements gathered."""
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-    works = []
-    for line in re.findall(r"^\| .*auto[te]p_size` 1, 2, 4 .*", page, flags=re.MULTILINE):
-        about, read, written, gathered = line.strip("| ").split(" | ")
-        numel = 1e6 * float(re.findall(r"([\d.]+) M parameters", about)[0])
-        values = [1e6 * float(words.split()[0]) for words in (read, written)]
-        for count, words in zip((1, 2, 4), gathered.split(", "), strict=True):
-            if "autotp" in about:
-                model = Transformer(4, 512, 8, 64, 1000, int(numel) // 5, int(numel) // 5)
-                work = Work(model, ranks=4, tensor_ranks=count)
-            else:  # three blocks of eight experts: three matrices of 512 x 1024
-                others = (int(numel) - 24 * 3 * 512 * 1024) // 4
-                experts = Experts(8, 2, 3 * 512 * 1024, 0, (0, 1, 2))
-                model = Transformer(3, 512, 8, 64, 1000, others + 8 * experts.numel, others, experts=experts)
-                work = Work(model, ranks=4, expert_ranks=count)
-            works.append((work, *values, 1e6 * float(words.split()[0])))
+    rows = re.findall(r"^\| (.+) \| (\d) \| (.+) MB \| (.+) MB \| (.+) M \|$", page, flags=re.MULTILINE)
+    works, about = [], ""
+    for name, ranks, *figures in rows:
+        about, count = name if name != "the same" else about, int(ranks)
+        numel = round(1e6 * float(re.findall(r"([\d.]+) M parameters", about)[0]))
+        read, written, gathered = (1e6 * float(figure) for figure in figures)
+        if "autotp" in about:
+            work = Work(Transformer(4, 512, 8, 64, 1000, numel // 5, numel // 5), ranks=4, tensor_ranks=count)
+        else:  # three blocks of eight experts: three matrices of 512 x 1024
+            others = (numel - 24 * 3 * 512 * 1024) // 4
+            experts = Experts(8, 2, 3 * 512 * 1024, 0, (0, 1, 2))
+            model = Transformer(3, 512, 8, 64, 1000, others + 8 * experts.numel, others, experts=experts)
+            work = Work(model, ranks=4, expert_ranks=count)
+        works.append((work, read, written, gathered))
     return works
 
 
