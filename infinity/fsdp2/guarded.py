@@ -50,6 +50,10 @@ TakeUnreduced = Callable[[Mapping[nn.Parameter, torch.Tensor]], Collection[nn.Pa
 """Called on a single CPU rank before a reduction that would only copy gradients, with these (read-only, in the
 parameters' shapes) by sharded parameter. Returns the parameters whose gradients it took; FSDP2 reduces the others."""
 
+Gathering = Callable[..., contextlib.AbstractContextManager[None]]
+"""Returns a context in which FSDP2 can read the shards of a group. `training`: True if the module of its first parameter
+is in training mode. `dtype`: in which they are gathered."""
+
 
 def guard(model: nn.Module, memory: ReusedMemory) -> None:
     """Initialise FSDP2's state for passes through `model`, whether or not it ran before, with the classes of this file.
@@ -147,6 +151,8 @@ class GuardedGroup(FSDPParamGroup):
         self.before_reduction: Callable[[], object] = lambda: None
         """Called before gradients are reduced; if it raises, they stay unreduced."""
         self.take_unreduced: TakeUnreduced | None = None
+        self.gathering: Gathering | None = None
+        """Context in which FSDP2 reads the group's shards, if they have no memory of their own."""
         self.came_further: Callable[[float], object] | None = None
         """Called when a gathered parameter got its gradient, with the share of the group's elements that have one."""
         self._came_numel = 0
@@ -201,12 +207,28 @@ class GuardedGroup(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         if self.device.type == "cpu":  # also if it stayed gathered from an earlier micro-batch
             HEAP.trim_if_grown()
-        with outside_inference_mode():
+        comes = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
+        reads = comes and self.is_sharded and self._all_gather_result is None and not self._reads_on_use
+        with outside_inference_mode(), self._reading(reads):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        with outside_inference_mode():
+        reads = self._all_gather_result is not None and self._reads_on_use
+        with outside_inference_mode(), self._reading(reads):
             super().wait_for_unshard()
+
+    @cached_property
+    def _reads_on_use(self) -> bool:
+        """True if FSDP2 reads the shards when the group is used, as it does on one rank."""
+        return getattr(self.mesh_info, "shard_mesh_size", 1) == 1
+
+    def _reading(self, reads: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context for a call of FSDP2, which `reads` the shards."""
+        if not reads or self.gathering is None:
+            return contextlib.nullcontext()
+        first = self.fsdp_params[0]
+        dtype = self.mp_policy.param_dtype or torch.float32
+        return self.gathering(training=first._module_info.module.training, dtype=dtype)
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._forwards = self._forwards + 1 if self._training_state == TrainingState.FORWARD else 0

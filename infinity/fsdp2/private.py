@@ -54,12 +54,12 @@ USED: dict[type, tuple[str, ...]] = {
         *("_all_gather_comm", "_reduce_scatter_comm", "_reset_sharded_params", "reduce_grads"),
         *("unshard", "wait_for_unshard", "pre_forward", "post_forward", "_to_unsharded", "_to_sharded"),
         *("_register_post_backward_hook", "_reduce_dtype", "_all_reduce_hook", "gradient_divide_factor"),
-        "reduce_scatter_unused_params",
+        *("reduce_scatter_unused_params", "unshard_in_backward", "_all_gather_result", "mp_policy"),
     ),
     FSDPParam: (
         *("_unsharded_param", "sharded_param", "sharded_size", "unsharded_accumulated_grad"),
         *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor", "all_gather_outputs", "_param_fqn"),
-        *("init_all_gather_outputs", "free_unsharded_param", "_unsharded_inner_tensors"),
+        *("init_all_gather_outputs", "free_unsharded_param", "_unsharded_inner_tensors", "_module_info"),
     ),
 }
 """Private attributes used, by class."""

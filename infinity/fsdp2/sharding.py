@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.experts import Expert
-from infinity.fsdp2.guarded import TakeUnreduced, set_memory
+from infinity.fsdp2.guarded import Gathering, TakeUnreduced, set_memory
 from infinity.fsdp2.names import clean_name, parameter_names
 from infinity.fsdp2.placements import is_by_rows, part_of, shard_ranks
 from infinity.fsdp2.private import TrainingState
@@ -382,6 +382,12 @@ def set_gradient_handlers(
     groups = param_groups_of(module)
     if len(groups) == 1:
         groups[0].take_unreduced, groups[0].came_further = take, came_further
+
+
+def read_inside(module: FSDPModule, gathering: Gathering) -> None:
+    """Let FSDP2 read the shards of a group only inside `gathering`."""
+    for group in param_groups_of(module):
+        group.gathering = gathering
 
 
 def forget_when_written(module: FSDPModule, forget: Callable[[], object]) -> None:

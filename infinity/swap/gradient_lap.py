@@ -348,7 +348,6 @@ class GradientLap:
             parameters.look_ahead()
 
         with self._paging.entered():
-            parameters.release_copied()  # FSDP2 may have asked for this group again; that request is void
             left = len(due.updates)
             if first := left == due.total:
                 policy.begin_update(due.group)

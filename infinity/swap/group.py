@@ -26,76 +26,35 @@ from infinity.swap.sub_group import PagedSubGroup
 
 @dataclass(eq=False)
 class Delivery:
-    """Compute parameters of `count` shards that go to the device in one piece and are given to FSDP2 shard by shard.
+    """Compute parameters of a group that go to the device in one piece.
 
-    The events in order: `start`, ahead of the gather or in it; `let_go` is possible until `arrive`; `give`, shard by
-    shard. Once all are given (`is_given`), their device memory belongs to FSDP2, which then reports them copied, one by
-    one or all at once. The next gather may start a delivery before that report.
+    The events in order: `start`, ahead of the gather or in it; `on_device`, for each shard that FSDP2 asks for; `end`,
+    once FSDP2 has copied them all.
 
-    leased: True if they take a lease, which is in use until FSDP2 reports the copy. stays: True if they stay on the
-    device until they change; otherwise FSDP2 owns the memory there. copy_event: fires when the device has read them,
-    after which they may change in host memory; it outlives the in-flight copy.
+    stays: True if they stay on the device until they change. copy_event: fires when the device has read them, after
+    which they may change in host memory; it outlives the in-flight copy.
     """
 
-    count: int = 0
-    leased: bool = True
     stays: bool = False
     in_flight: InFlightCopy | None = field(default=None, repr=False)
     copy_event: CopyEvent | None = None
-    given: set[int] = field(default_factory=set)
-    """Numbers of the shards that were given to FSDP2 and not reported gathered."""
-    _piece: torch.Tensor | None = field(default=None, repr=False)
-    """The device bytes (1-D) of all shards, until all are given."""
-
-    @property
-    def is_given(self) -> bool:
-        """True if FSDP2 has all of the shards and has not reported all of them."""
-        return bool(self.given) and self._piece is None
 
     def start(self, in_flight: InFlightCopy) -> None:
         """Record a copy to the device that has started."""
         self.in_flight, self.copy_event = in_flight, in_flight.copy_event
 
-    def arrive(self) -> None:
-        """Make the bytes available to all further work of the device's current stream; `give` them next. After an
-        exception the delivery must be started again."""
+    def on_device(self) -> torch.Tensor:
+        """Return the bytes on the device (1-D, read-only), for work that the current stream starts from now on."""
         assert self.in_flight is not None
-        try:
-            self._piece = self.in_flight.on_device()
-        except BaseException:
-            self.in_flight = None
-            raise
+        return self.in_flight.on_device()
 
-    def give_more(self, shard: int) -> torch.Tensor | None:
-        """Return the same as `give` if other shards of this delivery were given already; else None."""
-        return self.give(shard) if self.given and self._piece is not None and shard not in self.given else None
-
-    def give(self, shard: int) -> torch.Tensor:
-        """Return the device bytes (1-D) that contain a shard. FSDP2 does not change them."""
-        piece = self._piece
-        assert piece is not None
-        self.given.add(shard)
-        if len(self.given) == self.count:
-            self._piece = None
-            self.let_go()
-            if not self.leased:
-                self.given.clear()
-        return piece
-
-    def let_go(self) -> None:
+    def end(self) -> None:
         """Drop the copy on the device unless it stays; the next gather starts another one."""
         if not self.stays:
             self.in_flight = None
 
-    def end(self) -> None:
-        """End the gather: FSDP2 has copied everything that it was given."""
-        self.given.clear()
-        self._piece = None
-        self.let_go()
-
     def forget(self) -> None:
-        """End the gather, and drop the device's bytes, which are stale."""
-        self.end()
+        """Drop the device's bytes, which are stale."""
         self.in_flight = None
 
     def wait_copied(self) -> None:
@@ -147,7 +106,7 @@ class PagedGroup:
     resident: torch.Tensor | None = field(default=None, repr=False)
     delivery: Delivery = field(default_factory=Delivery)
     """The delivery of the chunk's or the cache's compute parameters."""
-    resident_delivery: Delivery = field(default_factory=lambda: Delivery(leased=False))
+    resident_delivery: Delivery = field(default_factory=Delivery)
 
     @cached_property
     def is_frozen(self) -> bool:
@@ -197,18 +156,21 @@ class PagedGroup:
         """True if the lease of its chunk is in use."""
         return self.chunk is not None and self.chunk.state is ChunkState.IN_USE
 
-    def start_h2d(self, device: Device) -> None:
-        """Start to copy the chunk, which is in use, or the cached compute parameters to the device."""
-        source = self.cached
-        if source is None:
-            assert self.chunk is not None and self.chunk.lease is not None
-            source = self.chunk.lease.view(torch.uint8)
-        self.delivery.start(device.start_h2d(source.view(torch.uint8)))
-
-    def start_resident_h2d(self, device: Device) -> None:
-        """Start to copy the resident compute parameters to the device."""
-        assert self.resident is not None
-        self.resident_delivery.start(device.start_h2d(self.resident.view(torch.uint8)))
+    def start_h2d(self, device: Device) -> int:
+        """Start to copy the compute parameters to the device, unless they are there or on their way. The chunk is in use
+        if they are not. Returns the number of copies."""
+        started = 0
+        if self.fetched_bytes and self.delivery.in_flight is None:
+            source = self.cached
+            if source is None:
+                assert self.chunk is not None and self.chunk.lease is not None
+                source = self.chunk.lease.view(torch.uint8)
+            self.delivery.start(device.start_h2d(source.view(torch.uint8)))
+            started += 1
+        if self.resident is not None and self.resident_delivery.in_flight is None:
+            self.resident_delivery.start(device.start_h2d(self.resident.view(torch.uint8)))
+            started += 1
+        return started
 
     def point(self, pending: Container[PagedSubGroup]) -> None:
         """Set what staging the chunk reads: the gathered field of all members except `pending`, whose updates put it
@@ -226,10 +188,9 @@ class PagedGroup:
         self.chunk.reads, self.chunk.fills = tuple(reads), tuple(fills)
 
     def forget(self, stager: Stager) -> None:
-        """Drop the staged compute parameters, which are about to be stale, even in the middle of a gather.
+        """Drop the staged compute parameters, which are about to be stale, even if an exception interrupted a gather.
 
-        Cached ones are about to change in place, so this waits until the device has copied them. FSDP2 may fetch a
-        group ahead and never use it: by then it has copied the group, and never reports it gathered.
+        Cached ones are about to change in place, so this waits until the device has copied them.
         """
         self.delivery.forget()
         if self.cached is not None:
@@ -241,8 +202,8 @@ class PagedGroup:
             stager.release(self.chunk, keep=False)
         stager.drop(self.chunk)
 
-    def end_gather(self, stager: Stager) -> None:
-        """End the gather; what is staged stays staged."""
+    def end_use(self, stager: Stager) -> None:
+        """End the use of its lease; what is staged stays staged."""
         if self.in_use:
             assert self.chunk is not None
             stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)

@@ -206,7 +206,7 @@ class SwapManager:
             arena = machinery.arena
             place = replace(place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes)
             alone = all(group.ranks == 1 for group in groups)
-            paging = Paging(self, machinery, paged, options, place, self._tensors, alone=alone)
+            paging = Paging(self, machinery, paged, options, place, self._tensors)
             resumes = self.run is not None and self.run.resumed is not None
             replacements = paging.take_over(groups, resumes=resumes)
         self._paging = paging

@@ -282,7 +282,8 @@ class PagedModel:
                     shard.resident = residents[at : at + spec.numel]
                     at += spec.numel
                     resident_sub_groups |= {sub.layout.index: sub for sub in shard.sub_groups}
-            group.resident = residents[first:at] if group.resident_delivery.count else None
+            if any(self.layout.shards[index].resident for index in group.shards):  # perhaps without elements
+                group.resident = residents[first:at]
             group.resident_sub_groups = list(resident_sub_groups.values())
         return shards
 

@@ -10,7 +10,7 @@ one of four things:
   * an operation that writes reads the range, runs, and writes the range back;
   * any other operation reads the range into ordinary memory and runs there.
 
-In a step FSDP2 uses none of these: it calls `fsdp_pre_all_gather`, which returns the staged compute parameter.
+In a step FSDP2 uses none of these: it calls `fsdp_pre_all_gather`, which returns the compute parameter on the device.
 
 [Note: The padded twin]
 For a shard smaller than its padded size, FSDP2 makes a zeroed tensor of the padded size, copies the shard into its
@@ -119,7 +119,8 @@ class PagedTensor(ElsewhereTensor):
                 for start in range(0, self.numel(), RANGE_NUMEL):
                     self._shard.write(self._field, start, torch.zeros(min(RANGE_NUMEL, self.numel() - start)))
 
-    # Called by FSDP2: see "tensor subclass all-gather extensions" in torch/distributed/fsdp/_fully_shard.
+    # Called by FSDP2 inside `ParameterLap.gathering`: see "tensor subclass all-gather extensions" in
+    # torch/distributed/fsdp/_fully_shard.
 
     def fsdp_pre_all_gather(
         self,
@@ -133,7 +134,7 @@ class PagedTensor(ElsewhereTensor):
         metadata."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
-        piece = self._lap.gather(shard, training=module.training, dtype=dtype)
+        piece = shard.delivery.on_device()
         if shard.gathers_in_place:
             return (torch.empty(0, dtype=dtype),), piece
         if isinstance(shard, CodedShard) and mesh.size() == 1 and dtype is shard.gathered_dtype:  # FSDP2 only copies it
@@ -152,8 +153,7 @@ class PagedTensor(ElsewhereTensor):
         *,
         out: nn.Parameter | None = None,
     ) -> tuple[torch.Tensor, tuple[()]] | None:
-        """Return the gathered parameter, in FSDP2's buffer or in the lease, and report the shard as copied."""
-        self._lap.gathered(self._shard)
+        """Return the gathered parameter, in FSDP2's buffer or in the lease."""
         if out is not None:
             return None
         return all_gather_outputs[0] if metadata is None else self._shard.gathered(metadata), ()

@@ -40,6 +40,7 @@ from infinity.fsdp2.sharding import (
     is_at_rest,
     is_in_forward,
     local_of,
+    read_inside,
 )
 from infinity.fsdp2.vertical import gradients_in
 from infinity.schedule.pinned import sub_groups_ahead
@@ -67,7 +68,7 @@ class Paging:
     """Moves the state of one model for as long as its swap manager is open.
 
     owner: the swap manager, which lives as long as any parameter. arena_layout: the layout of the state in the arena.
-    alone: True if the model is sharded over one rank. tensors: plain tensors, which hold leases of the same pool.
+    tensors: plain tensors, which hold leases of the same pool.
     """
 
     def __init__(
@@ -78,8 +79,6 @@ class Paging:
         options: PagingOptions,
         arena_layout: ArenaLayout,
         tensors: TensorStore | None,
-        *,
-        alone: bool,
     ) -> None:
         self.owner, self.paged, self.options = owner, paged, options
         self.arena_layout = arena_layout
@@ -107,7 +106,7 @@ class Paging:
             room_bytes - self.policy.units.staying_bytes, paged.layout.sub_group_bytes_max
         )
         ahead = self._make_ahead()
-        self.parameters = ParameterLap(paged, self.policy, ahead, self.entered, alone=alone)
+        self.parameters = ParameterLap(paged, self.policy, ahead, self.entered)
         self._lock = threading.RLock()
         """Held during every call from FSDP2, paged tensors and the optimizer: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -146,6 +145,7 @@ class Paging:
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):
             paged.module = weakref.ref(cast(nn.Module, group.module))
+            read_inside(group.module, partial(self.parameters.gathering, paged))
             paged.is_routed = isinstance(group.module, Expert) and paged.is_frozen
             if paged.may_gather_in_place and paged.is_frozen:
                 forget_when_written(group.module, partial(_forget, weakref.ref(self), paged.index))

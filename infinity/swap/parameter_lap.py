@@ -1,14 +1,7 @@
 """The parameter lap: from the recorded trace, over the drive and the device, to FSDP2's gather, and back.
 
-Read top-down: FSDP2 calls `gather` for each shard, and `gathered` when it has copied one. Used by one thread at a time.
-infinity/swap/README.md follows one shard through the lap.
-
-[Note: When a group has been copied]
-FSDP2 asks for all shards of a group one after another, and copies them at once into the buffer it gathers from. Only
-then it turns to another group. So a request for a shard of another group means that the previous group has been copied,
-and its lease goes back. FSDP2's own report comes later, when the group is used. So at most two leases are in use,
-however many groups are prefetched (`set_modules_to_forward_prefetch` takes any list). On a single rank FSDP2 copies a
-group when it uses it, one at a time, and reports at once.
+Read top-down: FSDP2 gathers a group inside `gathering`, and takes each shard from its delivery there. Used by one
+thread at a time. infinity/swap/README.md follows one shard through the lap.
 
 [Note: Ahead on the device]
 After each gather, the lap starts to copy the next groups to a device with memory of its own, if they are staged, in one
@@ -22,7 +15,7 @@ is dropped before one of them changes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -31,7 +24,6 @@ from infinity.fsdp2.sharding import in_backward
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.policy import StagingPolicy
-from infinity.swap.shard import PagedShard
 from infinity.swap.stager import ChunkState
 from infinity.swap.timeline import measured
 
@@ -40,8 +32,7 @@ class ParameterLap:
     """Moves the compute parameters of one model.
 
     policy: decides what to stage. ahead: decides which groups go to the device before their gather, if the device has
-    memory of its own. entered: guards everything that moves bytes. alone: True if the model is sharded over one rank;
-    FSDP2 then gathers a group as soon as it gets the group.
+    memory of its own. entered: guards everything that moves bytes.
     """
 
     def __init__(
@@ -50,50 +41,25 @@ class ParameterLap:
         policy: StagingPolicy,
         ahead: DeviceAhead | None,
         entered: Callable[..., contextlib.AbstractContextManager[None]],
-        *,
-        alone: bool,
     ) -> None:
-        self._paged, self._policy, self.entered, self._alone = paged, policy, entered, alone
+        self._paged, self._policy, self.entered = paged, policy, entered
         self._stager = paged.stager
         self.ahead = ahead
-        self._asked: PagedGroup | None = None
-        """The group whose shards FSDP2 asked for last."""
         self._experts: list[PagedGroup] = []
         """Groups that a router has chosen and that are not gathered yet."""
 
-    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """Return the device bytes (1-D) that contain a shard's compute parameter, valid until its group is gathered.
+    @contextlib.contextmanager
+    def gathering(self, group: PagedGroup, *, training: bool, dtype: torch.dtype) -> Iterator[None]:
+        """Run the block with a group's compute parameters on the device; FSDP2 copies them in it.
 
         `training`: True if a module in training mode asks. `dtype`: of the gather. Raises InfinityError if the values
         are torn or uninitialised, or were paged for another dtype; IoError if a transfer failed.
         """
-        delivery = shard.delivery
-        if (piece := delivery.give_more(shard.index)) is not None:
-            return piece
-        timeline = self._stager.timeline
-        noted = timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext()
-        with self.entered(gathers=True), noted:
-            self._begin(shard, training, dtype)
-            return delivery.give(shard.index)
-
-    def gathered(self, shard: PagedShard) -> None:
-        """Record that FSDP2 has copied a shard. After its last shard, if not before, the group's lease goes back."""
-        timeline = self._stager.timeline
-        if timeline is not None:
-            timeline.gathered(shard.group.name, at_once=self._alone)
-        group, delivery = shard.group, shard.group.delivery
-        if shard.resident is None:
-            last = delivery.given == {shard.index}
-        else:
-            last = not delivery.given and shard.index == group.shards[-1]
-        if not last:
-            delivery.given.discard(shard.index)
-            return
-        with self.entered():
-            if shard.resident is None:
-                delivery.given.clear()
-                self._release(group)
-            self.start_ahead()  # only now, so that small copies of this group don't queue behind large ones of the next
+        with self.entered(gathers=True), measured(self._stager.timeline, "gather", group.name):
+            self._begin(group, training, dtype)
+            yield
+            self._release(group)
+            self.start_ahead()  # only now: small copies of this group must not wait behind large ones of the next
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
         """Start the reads of what comes next. `using`: the group whose members are being updated."""
@@ -119,78 +85,53 @@ class ParameterLap:
         `update`: run updates that wait for the gather of such a group now."""
         if self.ahead is None:
             return
-        for group in self.ahead.turn_to_next(asked_for=self._asked):
+        for group in self.ahead.turn_to_next():
             if not self._start_ahead(group, update=update):
                 break
             self.ahead.started.append(group)
 
-    def release_copied(self) -> None:
-        """Give back the lease of the group that was asked for last, if FSDP2 has copied all of it."""
-        group = self._asked
-        if group is not None and group.delivery.is_given:
-            self._release(group)
-            group.delivery.given.clear()
-
     def recover(self) -> None:
         """Recover from an exception that interrupted a pass; no group is in use."""
-        self._asked = None
         self._experts = []
         if self.ahead is not None:
             self.ahead.recover()
 
     # The stages of a gather.
 
-    def _begin(self, shard: PagedShard, training: bool, dtype: torch.dtype) -> None:
-        """Put all shards of a delivery on the device; FSDP2 asks for the first of them."""
-        group, delivery, stager, backward = shard.group, shard.delivery, self._stager, in_backward()
-        self._check(shard, dtype, backward)
-        if group.chunk is None and shard.index == group.shards.start:
-            # It has nothing to read, but its updates may have to run, and it has to be copied.
-            self._policy.use(group, backward=backward, module_trains=training)
-            self.look_ahead(group)
-        if shard.resident is not None:
-            self._update_resident(group)
-        else:
-            self._turn_to(group, backward, training)
-        if self.ahead is not None:
-            self.ahead.late += delivery.in_flight is None
+    def _begin(self, group: PagedGroup, training: bool, dtype: torch.dtype) -> None:
+        """Put all compute parameters of a group on the device."""
+        backward, stager = in_backward(), self._stager
+        self._check(group, dtype, backward)
+        self._policy.use(group, backward=backward, module_trains=training)
+        if group.chunk is None:
+            self.look_ahead(group)  # it has nothing to read, but its updates may have to run
+        self._update_resident(group)
+        if group.fetched_bytes:
+            self._stage(group)
+        if group.chunk is not None:
+            self.look_ahead()
+        if group in self._experts:
+            self._experts = self._experts[self._experts.index(group) + 1 :]
+            self._read_next_experts()
         with measured(stager.timeline, "copy", group.name) if stager.device.is_discrete else contextlib.nullcontext():
-            if delivery.in_flight is None:
-                if shard.resident is not None:
-                    group.start_resident_h2d(stager.device)
-                else:
-                    group.start_h2d(stager.device)
-            delivery.arrive()
+            late = group.start_h2d(stager.device)
+        if self.ahead is not None:
+            self.ahead.late += late
 
-    def _check(self, asked: PagedShard, dtype: torch.dtype, backward: bool) -> None:
+    def _check(self, group: PagedGroup, dtype: torch.dtype, backward: bool) -> None:
         if backward:
             self._paged.health.check_not_torn()
         else:
             self._paged.health.check_whole()
         if dtype != self._paged.compute_dtype:
-            raise InfinityError(f"{asked.name} is gathered in {dtype}, but was paged for {self._paged.compute_dtype}")
-        shards = asked.group.shards
-        for shard in self._paged.shards[shards.start : shards.stop]:
+            raise InfinityError(
+                f"group {group.name} is gathered in {dtype}, but was paged for {self._paged.compute_dtype}"
+            )
+        for shard in self._paged.shards[group.shards.start : group.shards.stop]:
             if not shard.filled:
                 raise InfinityError(
                     f"parameter {shard.name} is uninitialised: load or initialise it before the first forward"
                 )
-
-    def _turn_to(self, group: PagedGroup, backward: bool, training: bool) -> None:
-        """Bring the group's chunk into use."""
-        if self._asked is not group:
-            self.release_copied()
-            self._asked = group
-        if group.chunk is None:
-            self._stage(group)
-        elif not group.delivery.given and not group.in_use:
-            self._update_resident(group)
-            self._policy.use(group, backward=backward, module_trains=training)
-            self._stage(group)
-            self.look_ahead()
-            if group in self._experts:
-                self._experts = self._experts[self._experts.index(group) + 1 :]
-                self._read_next_experts()
 
     def _update_resident(self, group: PagedGroup) -> None:
         """Run the waiting updates of the group's compute parameters that stay in host memory."""
@@ -216,6 +157,9 @@ class ParameterLap:
                 updates.point(group)
 
     def _release(self, group: PagedGroup) -> None:
+        """End a gather: FSDP2 has copied everything."""
+        group.delivery.end()
+        group.resident_delivery.end()
         if group.in_use:
             assert group.chunk is not None
             may_come = group.is_routed or (group.is_frozen and self._policy.is_first_evaluation)
@@ -244,14 +188,12 @@ class ParameterLap:
             updates.catch_up(sub)
         if fetched:
             self._stage(group)
-            try:
-                group.start_h2d(stager.device)
-            finally:
-                if group.in_use:
-                    assert group.chunk is not None
-                    stager.release(group.chunk, keep=True, copy_event=group.delivery.copy_event)
-        if resident:
-            group.start_resident_h2d(stager.device)
+        try:
+            group.start_h2d(stager.device)
+        finally:
+            if group.in_use:
+                assert group.chunk is not None
+                stager.release(group.chunk, keep=True, copy_event=group.delivery.copy_event)
         return True
 
 
@@ -272,9 +214,8 @@ class DeviceAhead:
     def recover(self) -> None:
         self.started = []
 
-    def turn_to_next(self, *, asked_for: PagedGroup | None) -> list[PagedGroup]:
-        """Return the groups that come next and fit, soonest first. Drops started copies of other groups, except of
-        `asked_for`, whose shards are being given out or were last."""
+    def turn_to_next(self) -> list[PagedGroup]:
+        """Return the groups that come next and fit, soonest first. Drops started copies of other groups."""
         coming, room = [], self.bytes_max
         for group in self._policy.next_gathers():
             room -= group.compute_bytes
@@ -283,8 +224,8 @@ class DeviceAhead:
             if group.compute_bytes:
                 coming.append(group)
         for group in self.started:
-            if group not in coming and group is not asked_for:
-                group.delivery.let_go()
+            if group not in coming:
+                group.delivery.end()
                 group.resident_delivery.end()
         self.started = []
         return coming

@@ -161,7 +161,7 @@ class PendingUpdates:
             staged = {*group.chunk.early} if group.chunk is not None else set()
             is_current = staged == {sub.chunk for sub in group.members if sub in accepted}
             if is_current and (group.stays or not waits):
-                group.end_gather(stager)
+                group.end_use(stager)
                 if group.chunk is not None:
                     group.chunk.early = ()
             else:
@@ -250,11 +250,11 @@ class PendingUpdates:
                 group.forget(stager)
             yield None
             return
-        group.end_gather(stager)
+        group.end_use(stager)
         home = stager.acquire(group.chunk)
         try:
             yield home
-            group.end_gather(stager)
+            group.end_use(stager)
         except BaseException:
             group.forget(stager)
             raise
@@ -316,7 +316,7 @@ class PendingUpdates:
             finally:
                 if chunk is not None and stays:
                     chunk.early = (*early, *[sub.chunk for sub in updates]) if speculative else ()
-                    group.end_gather(stager)
+                    group.end_use(stager)
                 else:
                     group.forget(stager)
                 if not speculative:  # the reads change only when the step accepts the updates

@@ -99,10 +99,9 @@ def make_groups(
         group.members = [sub_groups[sub.index] for sub in layout.by_space[space]]
         count = sum(shard.group == space for shard in layout.shards)
         group.shards, first = range(first, first + count), first + count
-        specs = [layout.shards[index] for index in group.shards]
-        assert all(spec.group == space for spec in specs), "the shards of a group are not contiguous"
-        group.resident_delivery.count = sum(spec.resident for spec in specs)
-        group.delivery.count = len(specs) - group.resident_delivery.count
+        assert all(layout.shards[index].group == space for index in group.shards), (
+            "the shards of a group are not contiguous"
+        )
         group.delivery.stays = group.resident_delivery.stays = options.keep_on_device
     return groups
 

@@ -42,10 +42,6 @@ class Timeline:
         """Start time of transfers, and what they move."""
         self._timings: list[npt.NDArray[Any]] = []
         self._untaken = 0
-        self._gather: int | None = None
-        """Index of the last gather's interval."""
-        self._gather_ended = False
-        """True once FSDP2 has everything that it asked for in that gather."""
         self.steps = 0
         self._began = time.perf_counter()
 
@@ -70,27 +66,6 @@ class Timeline:
                 yield
             finally:
                 self._note("stall", name, began, began + self._engine.stall_seconds - before)
-
-    @contextlib.contextmanager
-    def gathering(self, group: str) -> Iterator[None]:
-        """Record the block, which gives FSDP2 a shard of `group`. All shards of one gather are one interval."""
-        last = self._gather
-        name = _PREFIXES["gather"] + group
-        with self.span("gather", group):
-            yield
-        if last is not None and not self._gather_ended and self._intervals[last].name == name:
-            self._intervals[last] = self._intervals[last]._replace(end=self._intervals.pop().end)
-        else:
-            self._gather = len(self._intervals) - 1
-        self._gather_ended = False
-
-    def gathered(self, group: str, *, at_once: bool) -> None:
-        """Record that FSDP2 has gathered a shard of `group`. `at_once`: it did nothing else since the request."""
-        last = self._gather
-        if last is not None and self._intervals[last].name == _PREFIXES["gather"] + group:
-            self._gather_ended = True
-            if at_once:
-                self._intervals[last] = self._intervals[last]._replace(end=time.perf_counter())
 
     def starting(self, subject: str, transfers: int) -> None:
         """Record that so many transfers of `subject` are about to start."""

@@ -4,6 +4,7 @@ order of copies is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -95,18 +96,20 @@ def test_updates_wait_for_the_group_before_to_be_gathered(
 ) -> None:
     """While the device computes one group, the host updates the next one, and no more."""
     events: list[tuple[str, int]] = []
-    gather, run = parameter_lap.ParameterLap.gather, PendingUpdates.run
+    gather, run = parameter_lap.ParameterLap.gathering, PendingUpdates.run
 
-    def gathering(self: parameter_lap.ParameterLap, shard: Any, **options: Any) -> torch.Tensor:
-        events.append(("gather", shard.group.index))
-        return gather(self, shard, **options)
+    def gathering(
+        self: parameter_lap.ParameterLap, group: Any, **options: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        events.append(("gather", group.index))
+        return gather(self, group, **options)
 
     def running(self: PendingUpdates, sub: Any, **options: Any) -> None:
         if (group := self.group_of(sub)) is not None:
             events.append(("update", group.index))
         run(self, sub, **options)
 
-    monkeypatch.setattr(parameter_lap.ParameterLap, "gather", gathering)
+    monkeypatch.setattr(parameter_lap.ParameterLap, "gathering", gathering)
     monkeypatch.setattr(PendingUpdates, "run", running)
     case = training.Case(
         parameters_on=parameters_on, state_on="cpu", clipping=0.5, pinned_bytes_max="auto", persistence_threshold=0

@@ -32,20 +32,13 @@ class Record:
     def span(self, lane: str, subject: str) -> Iterator[None]:
         if lane == "update":
             self.note("update", subject)
-        yield
-
-    @contextlib.contextmanager
-    def gathering(self, group: str) -> Iterator[None]:
-        if group != self._gathered:
-            self.lines.append(f"  gather {group}")
-            self._gathered = group
+        elif lane == "gather" and subject != self._gathered:
+            self.lines.append(f"  gather {subject}")
+            self._gathered = subject
         yield
 
     def stall(self, subject: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-    def gathered(self, group: str, *, at_once: bool) -> None:
-        pass
 
     def starting(self, subject: str, transfers: int) -> None:
         pass

@@ -692,10 +692,9 @@ def test_writing_through_the_master_changes_what_is_gathered(
     assert (local._shard.resident is not None) == (name == "2.bias")
 
     def gathered() -> torch.Tensor:
-        piece = swap.paging.parameters.gather(local._shard, training=True, dtype=torch.bfloat16)
-        staged = local._shard.elements(piece).clone()
-        swap.paging.parameters.gathered(local._shard)
-        return staged.view(local.shape)
+        shard = local._shard
+        with swap.paging.parameters.gathering(shard.group, training=True, dtype=torch.bfloat16):
+            return shard.elements(shard.delivery.on_device()).clone().view(local.shape)
 
     assert torch.equal(gathered(), local.clone().bfloat16())
     values = torch.randn(local.shape, generator=generator())
@@ -715,10 +714,12 @@ def local_mesh(model: nn.Module) -> DeviceMesh:
 def test_gather_in_another_dtype_is_refused(paged_model: tuple[nn.Sequential, SwapManager]) -> None:
     model, swap = paged_model
     shard = locals_of(model)["0.weight"]._shard
-    with pytest.raises(
-        InfinityError, match=r"0\.weight is gathered in torch\.float16, but was paged for torch\.bfloat16"
+    gathering = swap.paging.parameters.gathering(shard.group, training=True, dtype=torch.float16)
+    with (
+        pytest.raises(InfinityError, match=r"group 0 is gathered in torch\.float16, .* for torch\.bfloat16"),
+        gathering,
     ):
-        swap.paging.parameters.gather(shard, training=True, dtype=torch.float16)
+        pass
 
 
 def test_parameters_without_values_are_not_gathered(mesh: DeviceMesh, nvme_path: Path) -> None:
