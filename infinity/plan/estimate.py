@@ -314,7 +314,7 @@ def pipeline_of(
     cut_from = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
     numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, cut_from)
     if pinned_bytes is not None:
-        room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
+        room = (pinned_bytes - pinned.ACCESS_BYTES - group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, int(room / per_element)))
     if work.muon:
         numel = max(numel, *(-(-rows // work.stage_ranks) * columns for rows, columns in work.model.block_matrices))

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.work import Work
-from infinity.schedule.pinned import GATHERS_IN_USE
 from infinity.schedule.readahead import cycle_read_bytes
 from infinity.schedule.residency import choose_to_stay
 from infinity.schedule.scheme import COMPUTE_BYTES
@@ -117,8 +116,8 @@ class FrozenGroups:
         return float(sum(blocks) - sum(blocks[place] for place in stay)), (1 - again) * self.expected_experts_bytes
 
     def _held_share(self, others: Sequence[int], room_bytes: int) -> float:
-        """Return the share of all experts that the pool can hold besides the groups `others`, those in use included."""
+        """Return the share of all experts that the pool can hold besides the groups `others`, the one in use included."""
         if sum(others) > room_bytes or not any(self.experts):
             return 0.0
-        left = room_bytes + GATHERS_IN_USE * self.largest_bytes - sum(others)
+        left = room_bytes + self.largest_bytes - sum(others)
         return min(1.0, left / sum(self.experts))

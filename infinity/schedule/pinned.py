@@ -9,11 +9,12 @@ largest hole holds the request. Everything else in the pool (staged and unused, 
 for. So every request for a lease succeeds, with any other contents of the pool:
 
     in use                request                      least pool
-    2 groups of G         a group                      2 G + 3 G
-    2 groups of G         a sub-group of S             2 G + 3 S      one of the two is being updated
+    -                     a group of G                 G
+    a group of G          a read of the next           G + 2 G
+    a group of G          a sub-group of S             G + 2 S        the group is being updated
     -                     one S after another          3 S            an optimizer step of its own
 
-A group is leased before its first sub-group, while no other sub-group is in use: no group is requested next to one.
+A group is leased before its first sub-group, while nothing else is in use: FSDP2 gathers one group after the other.
 
 [Note: What waits for its gradients]
 A group that is updated in the backward has its compute parameters and all of its state in the pool before its gradients
@@ -33,13 +34,12 @@ from infinity.units import MIB, align_up
 ACCESS_BYTES = 4 * MIB
 """The buffer through which single tensors are read and written (state_dict, initialisation), with partial pages."""
 
-GATHERS_IN_USE = 2
-"""Groups in use at once: the one that FSDP2 copies now and the one before; see [Note: When a group has been copied] in
-infinity/swap/parameter_lap.py."""
+GROUPS_HELD = 3
+"""Room in groups: the lease of the group that FSDP2 copies, anywhere in the slab, leaves two holes. With room for three
+groups the larger hole holds the next group, which is read meanwhile."""
 
-GROUPS_HELD = 2 * GATHERS_IN_USE + 1
-"""Room in groups: GATHERS_IN_USE leases, anywhere in the slab, leave GATHERS_IN_USE + 1 holes; with room for this many
-groups the largest hole holds the next group."""
+GROUPS_AHEAD = 4
+"""Groups that a comfortable pool reads further ahead."""
 
 PIPELINE_DEPTH = 3
 """Sub-groups in memory during the step: one being read, one updated, one written."""
@@ -83,9 +83,8 @@ def whole_bytes(group_bytes: Sequence[int]) -> int:
 
 
 def pipeline_bytes(group_bytes_max: int, sub_group_bytes: int) -> int:
-    """Return the bytes that updating needs: the groups in use, among them one being updated, and the pipeline's
-    sub-groups, of which one is in use and the largest hole holds the next."""
-    return GATHERS_IN_USE * align_up(group_bytes_max) + PIPELINE_DEPTH * sub_group_bytes
+    """Return the bytes that updating needs: the group that is being updated, and the pipeline's sub-groups."""
+    return align_up(group_bytes_max) + PIPELINE_DEPTH * sub_group_bytes
 
 
 def comfortable_bytes(
@@ -96,7 +95,7 @@ def comfortable_bytes(
     gradient_bytes: int = 0,
     staying_bytes: int = 0,
 ) -> int:
-    """Return the bytes of a pool for full speed: two groups more of look-ahead, and one sub-group more in flight.
+    """Return the bytes of a pool for full speed: GROUPS_AHEAD, and one sub-group more in flight.
 
     While the pool and the gradients that wait anyway (`gradient_bytes`) are within MEMORY_SHARE of `memory_bytes`, it
     has room for more. First for `waiting_bytes`, the compute parameters and state of the two largest groups updated in
@@ -104,17 +103,17 @@ def comfortable_bytes(
     ([Note: Staying staged] in residency.py).
     """
     group_bytes_max = gather // GROUPS_HELD
-    gather_room = gather + GATHERS_IN_USE * group_bytes_max
+    gather_room = gather + GROUPS_AHEAD * group_bytes_max
     pipeline = pipeline_bytes(group_bytes_max, sub_group_bytes) + sub_group_bytes
-    waiting = GATHERS_IN_USE * group_bytes_max + waiting_bytes
+    waiting = 2 * group_bytes_max + waiting_bytes  # the group that is gathered meanwhile, and the next
     least = align_up(max(gather_room, pipeline) + ACCESS_BYTES, MIB)
     roomy = max(least, align_up(waiting + ACCESS_BYTES, MIB)) + align_up(staying_bytes, MIB)
     return max(least, int(min(roomy, MEMORY_SHARE * memory_bytes - gradient_bytes)) // MIB * MIB)
 
 
 def look_ahead_room(pinned_bytes: int, group_bytes_max: int) -> int:
-    """Return the bytes of the pool for groups read ahead: all but the groups in use and the access buffer."""
-    return max(0, pinned_bytes - ACCESS_BYTES - GATHERS_IN_USE * group_bytes_max)
+    """Return the bytes of the pool for groups read ahead: all but the group in use and the access buffer."""
+    return max(0, pinned_bytes - ACCESS_BYTES - group_bytes_max)
 
 
 def sub_groups_ahead(pinned_bytes: int, sub_group_bytes: int) -> int:

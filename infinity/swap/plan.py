@@ -21,7 +21,6 @@ from infinity.fsdp2.sharding import GroupOutline, padded_shape
 from infinity.host_memory import available_bytes, ranks_here
 from infinity.schedule.pinned import (
     ACCESS_BYTES,
-    GATHERS_IN_USE,
     GROUPS_HELD,
     PIPELINE_DEPTH,
     SUB_GROUP_NUMEL_DEFAULT,
@@ -106,7 +105,7 @@ def plan_model(model: ModelOutline, options: PagingOptions, pinned_bytes: int | 
     largest = max(range(len(groups)), key=group_bytes.__getitem__)
     largest_bytes = group_bytes[largest]
     if pinned_bytes is not None:
-        room = pinned_bytes - layout.cached_bytes - options.activation_buffer_bytes - GATHERS_IN_USE * largest_bytes
+        room = pinned_bytes - layout.cached_bytes - options.activation_buffer_bytes - largest_bytes
         bytes_per_element = max(
             (-(-sub.lease_bytes // sub.numel) for sub in layout.sub_groups if sub.trained), default=0
         )
@@ -360,10 +359,10 @@ def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, larg
             "or wrap smaller modules"
         )
     if need.nbytes > pinned_bytes:
-        sub_group_bytes = (need.pipeline_bytes - GATHERS_IN_USE * align_up(largest_group_bytes)) // PIPELINE_DEPTH
+        sub_group_bytes = (need.pipeline_bytes - align_up(largest_group_bytes)) // PIPELINE_DEPTH
         raise BudgetError(
             f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
-            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{also}: raise it to at least "
+            f"sub-groups of {format_bytes(sub_group_bytes)} and a group{also}: raise it to at least "
             f"{need.nbytes} bytes ({format_bytes(need.nbytes)}), or set a smaller sub_group_size"
         )
 

@@ -4,10 +4,10 @@ modules decide what to stage.
 [Note: Why no wait is endless]
 A chunk with a lease is in one of six states. READING and WRITING end by themselves. COPYING_TO_DEVICE ends when the
 device has copied, and COPYING_FROM_DEVICE then becomes WRITING. STAGED chunks may be dropped at any time. Only IN_USE
-lasts as long as its user wants, and the users are few: the groups that FSDP2 copies (two at most, [Note: When a group
-has been copied] in parameter_lap.py), or the sub-groups of one optimizer step that were read and not yet updated. The
-budget (infinity/swap/plan.py) has room for these, and for the next lease in one of the holes between them. So a demand
-finds room, or makes it by dropping and waiting. It fails only if the caller exceeds the budget.
+lasts as long as its user wants, and the users are few: the group that FSDP2 copies or an update changes, and the
+sub-group of that update. The budget (infinity/swap/plan.py) has room for these, and for the next lease in one of the
+holes between them. So a demand finds room, or makes it by dropping and waiting. It fails only if the caller exceeds the
+budget.
 """
 
 from __future__ import annotations

@@ -84,14 +84,14 @@ def mixture(*, count: int = 16, per_token: int = 2, blocks: int = 6, layers: int
 # What was measured: examples/finetune_lora.py and generate.py with --params 1B, as the kernel counts what the process reads
 
 
-@pytest.mark.parametrize(("pinned_bytes", "read_bytes"), [(1 * GIB, 2772.4e6)])
+@pytest.mark.parametrize(("pinned_bytes", "read_bytes"), [(1 * GIB, 2464.1e6)])
 def test_a_step_of_lora_reads_what_was_measured(pinned_bytes: int, read_bytes: float) -> None:
     lora, _ = planned(Work(MADE_1B), pinned_bytes=pinned_bytes)
     assert lora.read_bytes == pytest.approx(read_bytes, rel=0.001)
-    assert 2.7 < lora.read_bytes / MADE_1B.numel < 2.8
+    assert 2.4 < lora.read_bytes / MADE_1B.numel < 2.5
 
 
-@pytest.mark.parametrize(("pinned_bytes", "read_bytes"), [(800 * MIB, 1.85e9), (1434 * MIB, 1.23e9), (3 * GIB, 0.0)])
+@pytest.mark.parametrize(("pinned_bytes", "read_bytes"), [(800 * MIB, 1.69e9), (1434 * MIB, 1.08e9), (3 * GIB, 0.0)])
 def test_a_token_reads_what_was_measured(pinned_bytes: int, read_bytes: float) -> None:
     _, generation = planned(Work(MADE_1B), pinned_bytes=pinned_bytes)
     assert generation.read_bytes == pytest.approx(read_bytes, rel=0.01)
@@ -197,7 +197,7 @@ def test_a_round_finds_the_experts_that_the_least_recently_used_rule_keeps(
 
     def read(held_share: float) -> float:
         groups = FrozenGroups((1, *[1] * blocks), (0, *[1000 * count] * blocks), 1000, share)
-        room = 1000 * blocks * count * held_share + blocks - 2 * groups.largest_bytes
+        room = 1000 * blocks * count * held_share + blocks - groups.largest_bytes
         return groups.round_read_bytes(round(room))[1] / 1000
 
     spread = 0.15 * share + 1.5 / (blocks * count)

@@ -125,7 +125,7 @@ def test_several_ranks_train_as_in_memory(ranks: int, cases: list[str], forked_r
 def test_a_step_reads_the_frozen_weights_at_most_twice(case: Case, nvme_path: Path) -> None:
     """Its counters say what the plan says: less what stays staged, more what lies on pages that groups share."""
     weights = adapted.save(nvme_path / "weights", case)
-    pinned = "15MiB" if case.state_on == "none" and case.dtype is torch.bfloat16 else "28MiB"
+    pinned = "12MiB" if case.state_on == "none" and case.dtype is torch.bfloat16 else "28MiB"
     with adapted.make(case, weights, str(nvme_path), pinned_bytes_max=pinned) as engine:
         assert engine.swap is not None
         adapted.train(engine, case)
@@ -250,7 +250,7 @@ def spoil(path: Path, how: str) -> None:
 def test_a_file_that_changes_is_found_out(how: str, error: type[Exception], words: str, nvme_path: Path) -> None:
     case = Case(width=512)
     weights = adapted.save(nvme_path / "weights", case)
-    with adapted.make(case, weights, str(nvme_path / "swap"), pinned_bytes_max="15MiB") as engine:
+    with adapted.make(case, weights, str(nvme_path / "swap"), pinned_bytes_max="12MiB") as engine:
         adapted.train(engine, case)
         spoil(weights / "model.safetensors", how)
         with pytest.raises(error, match=words):

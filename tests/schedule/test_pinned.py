@@ -27,9 +27,9 @@ def test_whatever_is_in_use_what_is_asked_for_finds_a_hole(data: st.DataObject, 
     budget = pinned.PinnedBudget(pinned.gather_bytes(group), pinned.pipeline_bytes(group, sub_group))
     room = budget.nbytes - budget.access_bytes
     for in_use, asked_for in (
-        ((group, group), group),
-        ((group, group), sub_group),
+        ((), group),
         ((group,), group),
+        ((group,), sub_group),
         ((sub_group,), sub_group),
     ):
         assert data.draw(largest_holes(room, in_use)) >= asked_for
@@ -40,7 +40,7 @@ def test_a_comfortable_pool_is_more_than_the_least_and_leaves_room_to_look_ahead
     gather = pinned.gather_bytes(group)
     pool = pinned.comfortable_bytes(gather, sub_group)
     assert pool >= pinned.PinnedBudget(gather, pinned.pipeline_bytes(group, sub_group)).nbytes
-    assert pinned.look_ahead_room(pool, group) >= max(5 * group, 4 * sub_group)
+    assert pinned.look_ahead_room(pool, group) >= max(6 * group, 4 * sub_group)
 
 
 @given(group=pages, sub_group=pages, waiting=st.integers(0, 10**9), memory=st.integers(0, 10**10))

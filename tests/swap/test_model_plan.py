@@ -167,7 +167,7 @@ def test_sub_groups_are_cut_until_the_budget_holds_them() -> None:
 
 def test_a_budget_below_one_group_names_it_and_the_number_that_would_do() -> None:
     with pytest.raises(BudgetError, match=r"group blocks\.\d .* at least \d+ bytes"):
-        planned(5 * MIB)
+        planned(4 * MIB)
 
 
 def test_what_is_cached_comes_on_top() -> None:
