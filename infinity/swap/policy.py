@@ -100,7 +100,7 @@ class StagingPolicy:
 
     def end_pass(self) -> None:
         """End a forward of the whole model."""
-        self._end_evaluation()
+        self._traces[False].end_cycle()
         self._pass_trains = None
 
     @property
@@ -129,7 +129,7 @@ class StagingPolicy:
         # The other phase doesn't ask for groups that this one leaves gathered; that is no misprediction.
         self._traces[not training].interrupt()
         if not training and self._pass_trains is None and trace.used(group):
-            self._end_evaluation()
+            trace.end_cycle()
         trace.use(group)
 
     def begin_update(self, group: PagedGroup) -> None:
@@ -175,8 +175,9 @@ class StagingPolicy:
 
     def end_step(self) -> None:
         """End a training cycle, with the optimizer step."""
-        if self._traces[True].end_cycle():
-            self._log_misprediction()
+        if self._traces[True].end_cycle() and not self._logged_misprediction:
+            self._logged_misprediction = True
+            log.info("the execution order changed since the last step; prefetch now follows the new order")
         self._phase = True
         self.discard_step()
 
@@ -228,15 +229,6 @@ class StagingPolicy:
         return read + foretold.of_gathers(2 * micro_batches if gathers is None else gathers), written
 
     # Implementation.
-
-    def _end_evaluation(self) -> None:
-        if self._traces[False].end_cycle():
-            self._log_misprediction()
-
-    def _log_misprediction(self) -> None:
-        if not self._logged_misprediction:
-            self._logged_misprediction = True
-            log.info("the execution order changed since the last pass; prefetch now follows the new order")
 
     def _is_rest_of(self, following: _Following) -> bool:
         """Return True if the coming uses are the remainder of those that `following` began with."""

@@ -203,14 +203,11 @@ def test_another_path_is_said_once(run: Run, caplog: pytest.LogCaptureFixture) -
             train(run)
             run.evaluate()
             run.evaluate()
+            run.evaluate((3, 1))  # evaluations vary, and a generation's first pass differs from the others
         assert "execution order changed" not in caplog.text
-        for path in ((0, 1, 2), (3, 1, 0), (5,), (2, 2, 4)):
-            run.evaluate(path)
+        for path in ((0, 1, 2), (3, 1, 0), (5,), (2, 2, 4), (0, 1)):
             run.backward(path)
             run.step()
-        run.evaluate((1,))
-        run.evaluate((1, 2))
-        run.evaluate((3,))
     assert caplog.text.count("execution order changed") == 1
 
 
