@@ -175,7 +175,9 @@ class StagingPolicy:
 
     def end_step(self) -> None:
         """End a training cycle, with the optimizer step."""
-        if self._traces[True].end_cycle() and not self._logged_misprediction:
+        trace = self._traces[True]
+        before = trace.cycle
+        if trace.end_cycle() and not self._logged_misprediction and _groups_in(trace.cycle) != _groups_in(before):
             self._logged_misprediction = True
             log.info("the execution order changed since the last step; prefetch now follows the new order")
         self._phase = True
@@ -327,6 +329,11 @@ class StagingPolicy:
         resident_sub_groups = [sub.unit for sub in group.resident_sub_groups if sub in updated]
         members = [sub.unit for sub in group.members if sub in updated]
         return [*resident_sub_groups, compute, *members]
+
+
+def _groups_in(cycle: Sequence[PagedGroup | PagedSubGroup]) -> list[PagedGroup]:
+    """Return the gathers of a cycle, without its updates, which begin and end by themselves."""
+    return [used for used in cycle if isinstance(used, PagedGroup)]
 
 
 @dataclass(eq=False)

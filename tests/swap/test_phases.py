@@ -211,6 +211,24 @@ def test_another_path_is_said_once(run: Run, caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("execution order changed") == 1
 
 
+def test_updates_that_leave_the_backward_are_no_other_path(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1e-6,  # the first steps are updated in the backward, and discarded; later ones are not
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"wrap": ["Linear"], "pinned_bytes_max": "32MiB"},
+    }
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with caplog.at_level(logging.INFO, "infinity"), infinity.initialize(model=model, config=config)[0] as engine:
+        for _ in range(8):
+            engine.backward(engine(torch.ones(2, WIDTH)).float().square().mean())
+            engine.step()
+        assert engine.swap is not None and engine.swap.stats().mispredictions
+    assert "execution order changed" not in caplog.text
+
+
 paths = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=8)
 acts = st.one_of(
     st.tuples(st.just("backward"), paths),
