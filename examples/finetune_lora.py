@@ -16,7 +16,6 @@ STARTED = time.time()
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
-import ctypes  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
@@ -37,13 +36,6 @@ from infinity.extras import needs  # noqa: E402
 from infinity.units import format_bytes, format_count  # noqa: E402
 
 TEXT_BYTES_MAX = 4 << 20
-
-
-def give_large_blocks_back() -> None:
-    """Return freed blocks of 4 MiB and more, mainly gathered weights, to the kernel. By default glibc raises that
-    limit, and keeps 0.4 GiB here unused."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -189,7 +181,6 @@ def tell(line: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse_arguments(argv)
-    give_large_blocks_back()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     logging.getLogger("transformers").setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

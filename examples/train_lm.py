@@ -10,8 +10,6 @@ python examples/train_lm.py --durability step --resume      resumes exactly wher
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -602,19 +600,8 @@ def reports_here() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def keep_heap_small() -> None:
-    """Return every large block to the kernel when it is freed (glibc's M_MMAP_THRESHOLD, fixed at its initial value).
-
-    By default glibc keeps freed activations in a fragmented heap, some 40 % of the peak here, which would distort the
-    memory figures. This costs about a tenth of the compute on a CPU.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(-3, 128 * 1024)
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    keep_heap_small()
     console = Console(quiet=not reports_here())
     logging.basicConfig(
         level=logging.INFO,
