@@ -17,7 +17,7 @@ import torch
 from infinity.aio import File, IoEngine, PinnedPool, Priority, Request
 from worse_drives import DriveLimit, worse_drives
 
-pool = PinnedPool(2 * 4096)
+pool = PinnedPool(4 * 4096)
 with worse_drives([DriveLimit(latency_seconds=0.5)]):
     engine = IoEngine(pool)
 file = File(sys.argv[1], create=True)
@@ -35,7 +35,7 @@ def spun(with_team):
     engine.wait(transfers, with_team=with_team)
     return cpu_seconds_of_the_team() - before
 
-print(spun(True), spun(False), "libgomp" in Path("/proc/self/maps").read_text())
+print(min(spun(True) for _ in range(3)), spun(False), "libgomp" in Path("/proc/self/maps").read_text())
 engine.close()
 """
 
@@ -54,4 +54,4 @@ def test_the_team_sleeps_until_the_transfer_is_done(tmp_path: Path) -> None:
     with_team, alone, has_libgomp = done.stdout.split()
     if has_libgomp != "True":
         pytest.skip("torch's OpenMP isn't GNU's here")
-    assert float(with_team) < float(alone) / 2, done.stdout  # it falls asleep late on a busy machine
+    assert float(with_team) < float(alone) / 4, done.stdout
