@@ -151,8 +151,8 @@ class GuardedGroup(FSDPParamGroup):
         self.before_reduction: Callable[[], object] = lambda: None
         """Called before gradients are reduced; if it raises, they stay unreduced."""
         self.take_unreduced: TakeUnreduced | None = None
-        self.gathering: Gathering | None = None
-        """Context in which FSDP2 reads the group's shards, if they have no memory of their own."""
+        self.gathering: Gathering = lambda **_: contextlib.nullcontext()
+        """Context in which FSDP2 reads the group's shards; shards with memory of their own need none."""
         self.came_further: Callable[[float], object] | None = None
         """Called when a gathered parameter got its gradient, with the share of the group's elements that have one."""
         self._came_numel = 0
@@ -224,11 +224,10 @@ class GuardedGroup(FSDPParamGroup):
 
     def _reading(self, reads: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context for a call of FSDP2, which `reads` the shards."""
-        if not reads or self.gathering is None:
+        if not reads:
             return contextlib.nullcontext()
-        first = self.fsdp_params[0]
-        dtype = self.mp_policy.param_dtype or torch.float32
-        return self.gathering(training=first._module_info.module.training, dtype=dtype)
+        training = self.fsdp_params[0]._module_info.module.training
+        return self.gathering(training=training, dtype=self.mp_policy.param_dtype or torch.float32)
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._forwards = self._forwards + 1 if self._training_state == TrainingState.FORWARD else 0

@@ -202,11 +202,15 @@ class PagedGroup:
             stager.release(self.chunk, keep=False)
         stager.drop(self.chunk)
 
-    def end_use(self, stager: Stager) -> None:
-        """End the use of its lease; what is staged stays staged."""
+    def return_lease(self, stager: Stager) -> None:
+        """End the use of its lease, if it is in use; what is staged stays staged."""
         if self.in_use:
             assert self.chunk is not None
             stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)
+
+    def end_use(self, stager: Stager) -> None:
+        """Return its lease, and drop the copy on the device unless it stays."""
+        self.return_lease(stager)
         self.delivery.end()
 
     def forget_resident(self) -> None:

@@ -67,7 +67,7 @@ class PagedState:
         """Return a moment in the arena as a paged tensor."""
         data = parameter.data
         assert isinstance(data, DTensor)
-        local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging.parameters, data.device)
+        local = PagedTensor.over(trained_shard(parameter), self.fields[name], self._paging.entered, data.device)
         return as_sharded(local, data)
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:

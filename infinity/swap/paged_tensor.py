@@ -20,6 +20,7 @@ when the shard is copied to its own place in them. Any other use of a twin befor
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,7 +33,6 @@ from torch.utils._pytree import tree_map
 from infinity.errors import InfinityError
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.store.layout import MOMENTS, Field
-from infinity.swap.parameter_lap import ParameterLap
 from infinity.swap.shard import CodedShard, PagedShard
 from infinity.swap.values import RANGE_NUMEL
 
@@ -51,6 +51,10 @@ _FACTORIES = {
 }
 
 
+Entered = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context that guards every access to the arena: `Paging.entered`."""
+
+
 class _Blank:
     """Shared by a padded twin and its views: `blank` until the shard has been copied into it."""
 
@@ -64,14 +68,14 @@ class PagedTensor(ElsewhereTensor):
     _shard: PagedShard
     _field: Field
     _offset: int
-    _lap: ParameterLap
+    _entered: Entered
     _twin: _Blank | None
 
     @staticmethod
     def over(
         shard: PagedShard,
         field: Field,
-        lap: ParameterLap,
+        entered: Entered,
         device: torch.device,
         *,
         geometry: torch.Tensor | None = None,
@@ -83,7 +87,7 @@ class PagedTensor(ElsewhereTensor):
         base = torch.empty_strided(geometry.shape, geometry.stride(), dtype=torch.float32, device=device)
         base.untyped_storage().resize_(0)
         paged: PagedTensor = torch.Tensor._make_subclass(PagedTensor, base)
-        paged._shard, paged._field, paged._lap = shard, field, lap
+        paged._shard, paged._field, paged._entered = shard, field, entered
         paged._offset, paged._twin = int(geometry.storage_offset()), twin
         return paged
 
@@ -93,7 +97,7 @@ class PagedTensor(ElsewhereTensor):
         if self.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         start, count = self._extent()
-        with self._lap.entered():
+        with self._entered():
             flat = self._shard.read(self._field, start, count)
         return flat.as_strided(self.shape, self.stride(), self._offset - start).to(self.device)
 
@@ -103,7 +107,7 @@ class PagedTensor(ElsewhereTensor):
         if self.numel() == 0:
             return
         start, count = self._extent()
-        with self._lap.entered():
+        with self._entered():
             if self.is_contiguous():
                 flat = values.detach().to("cpu", torch.float32).reshape(-1)
             else:
@@ -115,7 +119,7 @@ class PagedTensor(ElsewhereTensor):
         """Zero moments that are stored as codes, before they are set in pieces: a piece that covers a block in part is
         encoded with the block's other elements."""
         if self._field in MOMENTS and self._shard.has_codes:
-            with self._lap.entered():
+            with self._entered():
                 for start in range(0, self.numel(), RANGE_NUMEL):
                     self._shard.write(self._field, start, torch.zeros(min(RANGE_NUMEL, self.numel() - start)))
 
@@ -212,7 +216,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return made
         if made.dtype != base.dtype:
             raise InfinityError(f"a paged tensor can't be viewed as {made.dtype}: clone() it first")
-        return PagedTensor.over(base._shard, base._field, base._lap, base.device, geometry=made, twin=base._twin)
+        return PagedTensor.over(base._shard, base._field, base._entered, base.device, geometry=made, twin=base._twin)
 
     return tree_map(over, geometry)
 
@@ -224,7 +228,7 @@ def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         size = torch.Size(args[1])
         if size == shard.padded_shape and base.shape == shard.shape != size and base._field is Field.MASTER:
             geometry = torch.empty(size, device="meta")
-            return PagedTensor.over(shard, base._field, base._lap, base.device, geometry=geometry, twin=_Blank())
+            return PagedTensor.over(shard, base._field, base._entered, base.device, geometry=geometry, twin=_Blank())
     stand_in = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     kwargs = {**kwargs, "device": kwargs.get("device") or base.device}
     made: torch.Tensor = func(stand_in, *args[1:], **kwargs)

@@ -124,7 +124,7 @@ class Paging:
         parameters = [parameter for group in groups for parameter in group.sharded]
         replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(self.paged.shards, parameters, strict=True):
-            local = PagedTensor.over(shard, Field.MASTER, self.parameters, self.device.torch_device)
+            local = PagedTensor.over(shard, Field.MASTER, self.entered, self.device.torch_device)
             shard.filled |= shard.shape.numel() == 0
             values = local_of(source)
             if not shard.filled and not values.is_meta and not resumes:

@@ -42,7 +42,7 @@ class ParameterLap:
         ahead: DeviceAhead | None,
         entered: Callable[..., contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._paged, self._policy, self.entered = paged, policy, entered
+        self._paged, self._policy, self._entered = paged, policy, entered
         self._stager = paged.stager
         self.ahead = ahead
         self._experts: list[PagedGroup] = []
@@ -55,7 +55,7 @@ class ParameterLap:
         `training`: True if a module in training mode asks. `dtype`: of the gather. Raises InfinityError if the values
         are torn or uninitialised, or were paged for another dtype; IoError if a transfer failed.
         """
-        with self.entered(gathers=True), measured(self._stager.timeline, "gather", group.name):
+        with self._entered(gathers=True), measured(self._stager.timeline, "gather", group.name):
             self._begin(group, training, dtype)
             yield
             self._release(group)
@@ -94,7 +94,7 @@ class ParameterLap:
         """Recover from an exception that interrupted a pass; no group is in use."""
         self._experts = []
         if self.ahead is not None:
-            self.ahead.recover()
+            self.ahead.started = []
 
     # The stages of a gather.
 
@@ -105,7 +105,8 @@ class ParameterLap:
         self._policy.use(group, backward=backward, module_trains=training)
         if group.chunk is None:
             self.look_ahead(group)  # it has nothing to read, but its updates may have to run
-        self._update_resident(group)
+        for sub in group.resident_sub_groups:
+            self._paged.updates.catch_up(sub)
         if group.fetched_bytes:
             self._stage(group)
         if group.chunk is not None:
@@ -132,11 +133,6 @@ class ParameterLap:
                 raise InfinityError(
                     f"parameter {shard.name} is uninitialised: load or initialise it before the first forward"
                 )
-
-    def _update_resident(self, group: PagedGroup) -> None:
-        """Run the waiting updates of the group's compute parameters that stay in host memory."""
-        for sub in group.resident_sub_groups:
-            self._paged.updates.catch_up(sub)
 
     def _stage(self, group: PagedGroup) -> None:
         """Read the group's compute parameters into its chunk's lease, bring the chunk into use, and run the members'
@@ -191,9 +187,7 @@ class ParameterLap:
         try:
             group.start_h2d(stager.device)
         finally:
-            if group.in_use:
-                assert group.chunk is not None
-                stager.release(group.chunk, keep=True, copy_event=group.delivery.copy_event)
+            group.return_lease(stager)
         return True
 
 
@@ -210,9 +204,6 @@ class DeviceAhead:
         """The groups that were started, soonest needed first."""
         self.late = 0
         """Number of deliveries that had not been started when FSDP2 asked for them."""
-
-    def recover(self) -> None:
-        self.started = []
 
     def turn_to_next(self) -> list[PagedGroup]:
         """Return the groups that come next and fit, soonest first. Drops started copies of other groups."""

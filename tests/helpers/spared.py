@@ -172,7 +172,7 @@ CASES_IN_EVERY_RUN = {
     "swap/test_staying.py::test_parameters_that_are_stepped_otherwise_than_their_neighbours_have_their_numbers": 3,
     "swap/test_staying.py::test_weights_set_between_forward_and_backward_are_set": 3,
     "swap/test_staying.py::test_what_a_forward_writes_into_a_weight_is_refused_and_nothing_is_lost": 2,
-    "swap/test_parameter_lap.py::test_a_shard_of_a_group_that_was_begun_goes_through_four_files": 4,
+    "swap/test_parameter_lap.py::test_a_shard_goes_through_four_files": 4,
     "swap/test_phases.py::test_an_evaluation_does_not_disturb_the_order_of_training": 1,
     "swap/test_phases.py::test_another_path_is_said_once": 1,
     "swap/test_phases.py::test_generation_is_foreseen_pass_after_pass": 1,

@@ -41,19 +41,6 @@ SHAPE = (4, 6, 5)
 Operation = Callable[[torch.Tensor], Any]
 
 
-class NoStaging:
-    """Stages no groups: no gather happens here."""
-
-    def entered(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        raise AssertionError(f"a gather of {shard.name}")
-
-    def gathered(self, shard: PagedShard) -> None:
-        raise AssertionError(f"a gather of {shard.name}")
-
-
 @dataclass
 class Bench:
     """Shards over a real arena: `a` of SHAPE, `long` cut by sub-groups, `uneven` with padding, `kept` resident."""
@@ -63,7 +50,7 @@ class Bench:
     pool: PinnedPool
 
     def tensor(self, name: str, which: Field = Field.MASTER) -> PagedTensor:
-        return PagedTensor.over(self.shard(name), which, NoStaging(), CPU)
+        return PagedTensor.over(self.shard(name), which, contextlib.nullcontext, CPU)
 
     def shard(self, name: str) -> PagedShard:
         return next(shard for shard in self.model.shards if shard.name == name)
@@ -271,7 +258,7 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
         arena=arena,
         stored="the test",
     )
-    paged = PagedTensor.over(model.shards[0], Field.MASTER, NoStaging(), CPU)
+    paged = PagedTensor.over(model.shards[0], Field.MASTER, contextlib.nullcontext, CPU)
     ordinary = torch.randn(numel)
     paged.copy_(ordinary)
     assert torch.equal(paged.clone(), ordinary)
@@ -540,10 +527,7 @@ model = PagedModel(
     group_names=["root"], shapes=[(size, size)], compute_dtype=torch.bfloat16,
     stager=Stager(engine, pool, arena, Device()), arena=arena, stored="the test",
 )
-class NoStaging:
-    entered = staticmethod(nullcontext)
-
-paged = PagedTensor.over(model.shards[0], Field.MASTER, NoStaging(), torch.device("cpu"))
+paged = PagedTensor.over(model.shards[0], Field.MASTER, nullcontext, torch.device("cpu"))
 paged.copy_(torch.arange(10.0))
 ways = {
     "from_dlpack": lambda: torch.from_dlpack(paged),

@@ -208,6 +208,9 @@ def test_another_path_is_said_once(run: Run, caplog: pytest.LogCaptureFixture) -
         for path in ((0, 1, 2), (3, 1, 0), (5,), (2, 2, 4), (0, 1)):
             run.backward(path)
             run.step()
+        run.evaluate((1,))
+        run.evaluate((1, 2))
+        run.evaluate((3,))
     assert caplog.text.count("execution order changed") == 1
 
 
