@@ -303,7 +303,8 @@ class _Call:
         """Choose the memory to transfer: the tensor's, or a slab. Returns (slab, offset of the direct part in it)."""
         head_bytes = self._begin - self._offset
         address = self._buffer.data_ptr() + head_bytes
-        if self._buffer.device.type == "cpu" and self._buffer.is_contiguous() and address % alignment == 0:
+        aligned = self._begin < self._end and address % alignment == 0
+        if aligned and self._buffer.device.type == "cpu" and self._buffer.is_contiguous():
             self._bytes = _bytes_of(self._buffer)
             self._in_tensor = True
             slab = _slab_of(self._buffer)

@@ -136,6 +136,16 @@ def test_any_offset_and_length_leave_the_neighbourhood_alone(
     assert torch.equal(tensor, content)
 
 
+def test_what_ends_before_the_first_boundary_may_end_at_an_aligned_address(nvme_path: Path) -> None:
+    handle, path, content = make_handle(), str(nvme_path / "file"), random_bytes(511)
+    memory = torch.empty(3 * 4096, dtype=torch.uint8)
+    end = 2 * 4096 - memory.data_ptr() % 4096
+    tensor = memory[end - 511 : end]
+    handle.sync_pwrite(tensor.copy_(content), path, 1)
+    handle.sync_pread(tensor.zero_(), path, 1)
+    assert torch.equal(tensor, content)
+
+
 def test_neighbours_that_share_a_page_may_be_written_at_once(nvme_path: Path) -> None:
     handle, content, path = make_handle(), random_bytes(64 * 1000), str(nvme_path / "file")
     for offset in range(0, content.numel(), 1000):
