@@ -207,6 +207,7 @@ class PendingUpdates:
                 with self._health.change("an optimizer step"):
                     self._running = None
                     del self.waiting[sub]
+                    stager.readahead.following.done(sub.unit)
                     if lease is not None:
                         self.write_and_point(sub)
         except BaseException:
@@ -403,6 +404,7 @@ class PendingUpdates:
     def clear(self) -> None:
         """Drop all waiting updates, because the values are no longer whole and must be set again, or are gone."""
         self.waiting.clear()
+        self.stepped = ()
         for group in self._groups:
             self.point(group)
 

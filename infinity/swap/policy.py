@@ -18,18 +18,18 @@ read ahead for it. State whose gradients wait on NVMe is read together with thes
 sub-group in between drops what was read of it (`Values.access`, `Values.set_sub_group`). A skipped step keeps it.
 
 [Note: Following what comes]
-The coming uses are one sequence (`_coming`). Each use advances along it, and each finished update leaves it. So the
-wanted units are not chosen again at each call: a look-ahead is valid while the sequence is the same. That holds if the
-followed cycle and the updates that the step left are the same, and the place in the cycle never fell. An exception
-while following leaves no look-ahead, and the next one starts from the current place.
+The coming uses are one sequence (`_coming`), known to its end. Each use advances along it, and each finished update
+leaves it (`PendingUpdates.run`). So the wanted units are not chosen again at each call: a look-ahead is valid while the
+sequence is the same. That holds if the followed cycle and the step that left updates are the same, and the place in the
+cycle never fell. An exception while following leaves no look-ahead, and the next one starts from the current place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, takewhile
 
 from infinity.fsdp2.sharding import has_trained, in_backward
@@ -236,7 +236,7 @@ class StagingPolicy:
         """Return True if the coming uses are the remainder of those that `following` began with."""
         trace, updates = self._traces[self._phase], self._paged.updates
         same = self._readahead.following is following.ahead and following.trains == self._phase
-        same = same and (self._phase or bool(following.pending) == bool(updates.waiting))
+        same = same and (self._phase or following.updates_wait == bool(updates.waiting))
         same = same and following.cycle is trace.cycle and following.stepped is updates.stepped
         return same and following.place <= trace.place
 
@@ -244,49 +244,30 @@ class StagingPolicy:
         trace, paged = self._traces[self._phase], self._paged
         # While updates wait, their state takes the room that an evaluation would have.
         stay = self.units.staying if self._phase or paged.updates.waiting else self.units.stay_in(trace.cycle)
-        ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self.units.limits(stay))
+        coming = [*self._coming(self._phase, trace.cycle, trace.place)]
         following = _Following(
-            ahead, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates.waiting)
+            LookAhead(iter(coming), *self.units.limits(stay)),
+            self._phase,
+            trace.cycle,
+            trace.place,
+            paged.updates.stepped,
+            bool(paged.updates.waiting),
         )
         return following, frozenset(group.unit for group in stay)
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
         """Advance a look-ahead to the current place."""
         ahead, trace = following.ahead, self._traces[self._phase]
-        if following.pending:
-            self._leave_out_done(following, using)
         if trace.place != following.place:
             ahead.pass_to(trace.place)
             following.place = trace.place
             following.using = None
         if using is None:
             ahead.need_now([Use(0, group.unit) for group in self._updated_from_compute])
-            following.waiting.clear()
         elif using is not following.using:
             waiting = self._paged.updates.of(using)
             ahead.need_now([*(Use[Unit](0, sub.unit, until_done=True) for sub in waiting), Use(0, using.unit)])
-            following.waiting = deque(waiting)
         following.using = using
-
-    def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
-        """Remove finished updates from the look-ahead. Tries the cheapest search first: the members of the group that
-        was in use, in order; then members of groups used since; then all."""
-        updates, pending, waiting = self._paged.updates.waiting, following.pending, following.waiting
-        done: list[PagedSubGroup] = []
-        while waiting and waiting[0] not in updates:
-            done.append(waiting.popleft())
-        if len(pending) - len(done) != len(updates):
-            used = following.cycle[following.place : self._traces[self._phase].place]
-            groups = dict.fromkeys(
-                [*(unit for unit in used if isinstance(unit, PagedGroup)), *([using] if using else [])]
-            )
-            members = dict.fromkeys(sub for group in groups for sub in (*group.resident_sub_groups, *group.members))
-            done = [*{sub: None for sub in (*done, *members) if sub in pending and sub not in updates}]
-        if len(pending) - len(done) != len(updates):
-            done = [sub for sub in pending if sub not in updates]
-        for sub in done:
-            del pending[sub]
-            following.ahead.done(sub.unit)
 
     def _coming(self, trains: bool, cycle: Sequence[PagedGroup | PagedSubGroup], place: int) -> Iterator[Use[Unit]]:
         """Yield the uses from a place of a cycle on, soonest first: each group, and the inputs of its updates. In
@@ -300,7 +281,7 @@ class StagingPolicy:
             else:
                 for unit in self._units_of(used, updates, used.unit):
                     yield Use(at, unit, until_done=unit is not used.unit)
-        yield from (Use[Unit](UNTIL_THE_END, sub.unit, until_done=True) for sub in tuple(updates) if sub in updates)
+        yield from (Use[Unit](UNTIL_THE_END, sub.unit, until_done=True) for sub in updates)
         if trains:
             yield from (Use(UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
@@ -345,8 +326,6 @@ class _Following:
     cycle: Sequence[PagedGroup | PagedSubGroup]
     place: int
     stepped: Sequence[PagedSubGroup]
-    pending: dict[PagedSubGroup, None]
-    """Updates that the step left. They only get fewer while `stepped` is the same, so equally many are the same."""
+    updates_wait: bool
+    """True if the step had left updates when it began."""
     using: PagedGroup | None = None
-    waiting: deque[PagedSubGroup] = field(default_factory=deque)
-    """The members of `using` that waited for an update."""
