@@ -65,7 +65,6 @@ COMPARED = ("torch", "torch-swapped", "torch-mapped", "fsdp2", "deepspeed")
 
 DRIVE_SECONDS = 0.7
 WARM_UP_ROUNDS = 5
-"""Rounds that are not counted after the processes start."""
 
 _ORDERED = (
     "batch_size",
@@ -176,7 +175,13 @@ def make_parser(results: str = "step") -> argparse.ArgumentParser:
         "--dtype", choices=("bf16", "fp16"), default="bf16", help="dtype of compute, in all ways (default: %(default)s)"
     )
     parser.add_argument(
-        "--rounds", type=count, default=7, help="rounds, after two that are not counted (default: %(default)s)"
+        "--rounds", type=count, default=7, help="rounds, after those that warm up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up-rounds",
+        type=count,
+        default=WARM_UP_ROUNDS,
+        help="rounds that are not counted after the processes start (default: %(default)s)",
     )
     parser.add_argument(
         "--redraw",
@@ -263,7 +268,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     line = {"bench": "step", **machine(), "params": steps[0]["numel"]}
     line |= {"ways": {way: summarize(rows, way) for way in pythons}}
     line |= {
-        name: getattr(args, name) for name in ("rounds", "redraw", "alone", "drive_file", "memory_limit", *_ORDERED)
+        name: getattr(args, name)
+        for name in ("rounds", "warm_up_rounds", "redraw", "alone", "drive_file", "memory_limit", *_ORDERED)
     }
     return line | {"drive_gb_per_s": [median(step["drive"][k] / 1e9 for step in steps) for k in range(len(Workload))]}
 
@@ -311,7 +317,7 @@ def step_in_turns(
 ) -> None:
     """Step each way once per round, and add the measurements to `rows`, after the rounds that don't count."""
     settings = choose_storage(load_config(drive_config(args))).io  # as the workers use it
-    for _ in range(WARM_UP_ROUNDS):
+    for _ in range(args.warm_up_rounds):
         print_times("warming up", {way: step for way in [*workers] if (step := stepped(workers, way))})
     before = rates_of(drive, settings)
     for number, row in enumerate(rows, done + 1):
