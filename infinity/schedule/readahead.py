@@ -89,7 +89,8 @@ class LookAhead(Generic[Unit]):
         self._uses: dict[Unit, deque[Use[Unit]]] = {}
         """By chosen unit: its uses in the chosen part."""
         self._done: set[Unit] = set()
-        self._passed = 0.0
+        self.place = 0.0
+        """The place of the next use; those before it are over."""
         self._changed: dict[Unit, None] = {}
 
     def __contains__(self, unit: Unit) -> bool:
@@ -104,21 +105,16 @@ class LookAhead(Generic[Unit]):
         uses = self._uses.get(unit)
         return uses[0].number if uses else None  # may be empty if an exception interrupted `_drop`
 
-    def pass_to(self, place: float) -> None:
-        """End the uses before `place`, and all uses that are needed now."""
-        self._passed = max(self._passed, place)
+    def advance(self, place: float, now: Sequence[Use[Unit]] = ()) -> None:
+        """End the uses before `place`, and replace those that are needed `now`, whose own places don't count."""
+        self.place = max(self.place, place)
         while self._sequence and self._sequence[0].place < place:
             use = self._sequence.popleft()
             self._first += 1
             self._drop(use, 0)
         while self._given_up and self._given_up[-1].place < place:
             self._given_up.pop()
-
-    def need_now(self, uses: Sequence[Use[Unit]]) -> None:
-        """Replace the uses that are needed now, before all others; their places don't count."""
-        if self._sequence and self._sequence[0].place == _NOW:
-            self.pass_to(_NOW + 1)
-        for use in reversed(uses):
+        for use in reversed(now):
             use.place = _NOW
             self._first -= 1
             self._sequence.appendleft(use)
@@ -141,7 +137,7 @@ class LookAhead(Generic[Unit]):
             self._given_up.append(self._sequence.pop())
             self._drop(self._given_up[-1], -1)
         while (use := self._given_up.pop() if self._given_up else next(self._coming, None)) is not None:
-            is_over = use.place < self._passed or (use.until_done and use.unit in self._done)
+            is_over = use.place < self.place or (use.until_done and use.unit in self._done)
             if is_over and use.place != _NOW:
                 continue
             is_new = bool(self._uses) and use.unit not in self._uses
@@ -436,7 +432,7 @@ def _read_in_cycle(
     for place, unit in enumerate(uses):
         if unit not in stayed:
             total += read_bytes[place]
-        ahead.pass_to(place + 1)
+        ahead.advance(place + 1)
         changed = ahead.fit()
         stayed.add(unit)
         stayed -= {other for other in changed if other not in ahead}

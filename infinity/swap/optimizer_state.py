@@ -102,13 +102,18 @@ class PagedState:
         if self._counts_steps:
             state["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
 
-    def steps_of(self, shard: PagedShard, state: Mapping[str, Any]) -> tuple[torch.Tensor, bool]:
-        """Return a parameter's step count (0-D, a copy; 0 if steps aren't counted), and True if the next step is its
-        first one, or the first since the count was set to 0."""
+    def begin_step(
+        self, parameter: nn.Parameter, shard: PagedShard, state: dict[str, Any]
+    ) -> tuple[dict[str, Any], torch.Tensor, bool]:
+        """Return the state to step with, made if it is empty and `adopted` otherwise; the step count (0-D, a copy; 0 if
+        steps aren't counted); and True if the step is its first one, or the first since the count was set to 0."""
+        if not state:
+            self.make(parameter, state)
+        state = self.adopted(parameter, state)
         if not self._counts_steps:
-            return torch.zeros(()), not shard.stepped
+            return state, torch.zeros(()), not shard.stepped
         steps = state["step"].clone()
-        return steps, not (shard.stepped and steps)
+        return state, steps, not (shard.stepped and steps)
 
     def count_step(self, shard: PagedShard, state: dict[str, Any]) -> None:
         if self._counts_steps:

@@ -375,10 +375,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if id(group) not in settings:  # once per parameter group
                 settings[id(group)] = self._settings(group)
             shard = shards[parameter]
-            state = self.state[parameter] = self._paged_state.adopted(parameter, self.state[parameter])
-            if not state:
-                self._paged_state.make(parameter, state)
-            steps, first = self._paged_state.steps_of(shard, state)
+            self.state[parameter], steps, first = self._paged_state.begin_step(parameter, shard, self.state[parameter])
             assert isinstance(parameter, DTensor)
             of_group = settings[id(group)]
             stepping[parameter] = Stepping(

@@ -55,10 +55,13 @@ class ParameterLap:
         `training`: True if a module in training mode asks. `dtype`: of the gather. Raises InfinityError if the values
         are torn or uninitialised, or were paged for another dtype; IoError if a transfer failed.
         """
+        backward = in_backward()
         with self._entered(gathers=True), measured(self._stager.timeline, "gather", group.name):
-            self._begin(group, training, dtype)
+            self._check(group, dtype, backward)
+            self._policy.use(group, backward=backward, module_trains=training)
+            self._begin(group)
             yield
-            self._release(group)
+            self._release(group, backward)
             self.start_ahead()  # only now: small copies of this group must not wait behind large ones of the next
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
@@ -98,17 +101,14 @@ class ParameterLap:
 
     # The stages of a gather.
 
-    def _begin(self, group: PagedGroup, training: bool, dtype: torch.dtype) -> None:
+    def _begin(self, group: PagedGroup) -> None:
         """Put all compute parameters of a group on the device."""
-        backward, stager = in_backward(), self._stager
-        self._check(group, dtype, backward)
-        self._policy.use(group, backward=backward, module_trains=training)
+        stager = self._stager
         if group.chunk is None:
             self.look_ahead(group)  # it has nothing to read, but its updates may have to run
         for sub in group.resident_sub_groups:
             self._paged.updates.catch_up(sub)
-        if group.fetched_bytes:
-            self._stage(group)
+        self._stage(group)
         if group.chunk is not None:
             self.look_ahead()
         if group in self._experts:
@@ -152,14 +152,14 @@ class ParameterLap:
             if waiting:
                 updates.point(group)
 
-    def _release(self, group: PagedGroup) -> None:
+    def _release(self, group: PagedGroup, backward: bool) -> None:
         """End a gather: FSDP2 has copied everything."""
         group.delivery.end()
         group.resident_delivery.end()
         if group.in_use:
             assert group.chunk is not None
             may_come = group.is_routed or (group.is_frozen and self._policy.is_first_evaluation)
-            stays = self._policy.keep_for_update(group)
+            stays = backward and self._policy.keep_for_update(group)
             keep = may_come or stays or self._stager.readahead.needed(group.chunk) is not None
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # a cached group keeps the event: see PagedGroup.forget

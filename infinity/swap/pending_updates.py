@@ -231,7 +231,7 @@ class PendingUpdates:
         done = 0
         try:
             for sub in _in_turn(moving, in_memory):
-                ahead.pass_to(done)
+                ahead.advance(done)
                 self._stager.readahead.fit()
                 self._stager.want()
                 done += sub.moves

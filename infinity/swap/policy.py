@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
-from infinity.fsdp2.sharding import has_trained, in_backward
+from infinity.fsdp2.sharding import has_trained
 from infinity.schedule.readahead import UNTIL_THE_END, LookAhead, Trace, Use
 from infinity.schedule.scheme import UpdateTiming
 from infinity.swap.group import PagedGroup
@@ -138,9 +138,9 @@ class StagingPolicy:
         self._forwards[group.index] += 1  # so that `gradients_are_final` is False for later gradients
 
     def keep_for_update(self, group: PagedGroup) -> bool:
-        """Return True if this backward updates a gathered group from the compute parameters that it was gathered from.
-        These then come before all other needs until `end_update`."""
-        if not group.timing.in_backward or group.masters_chunk is None or not in_backward():
+        """Return True if the running backward updates a gathered group from the compute parameters that it was gathered
+        from. These then come before all other needs until `end_update`."""
+        if not group.timing.in_backward or group.masters_chunk is None:
             return False
         if not self.gradients_are_final(group) or not has_trained(group.sharded_module):
             return False
@@ -238,7 +238,7 @@ class StagingPolicy:
         same = self._readahead.following is following.ahead and following.trains == self._phase
         same = same and (self._phase or following.updates_wait == bool(updates.waiting))
         same = same and following.cycle is trace.cycle and following.stepped is updates.stepped
-        return same and following.place <= trace.place
+        return same and following.ahead.place <= trace.place
 
     def _begin_following(self) -> tuple[_Following, frozenset[Unit]]:
         trace, paged = self._traces[self._phase], self._paged
@@ -249,7 +249,6 @@ class StagingPolicy:
             LookAhead(iter(coming), *self.units.limits(stay)),
             self._phase,
             trace.cycle,
-            trace.place,
             paged.updates.stepped,
             bool(paged.updates.waiting),
         )
@@ -257,16 +256,15 @@ class StagingPolicy:
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
         """Advance a look-ahead to the current place."""
-        ahead, trace = following.ahead, self._traces[self._phase]
-        if trace.place != following.place:
-            ahead.pass_to(trace.place)
-            following.place = trace.place
-            following.using = None
+        place = self._traces[self._phase].place
         if using is None:
-            ahead.need_now([Use(0, group.unit) for group in self._updated_from_compute])
-        elif using is not following.using:
+            now = [Use[Unit](0, group.unit) for group in self._updated_from_compute]
+        elif using is not following.using or place != following.ahead.place:
             waiting = self._paged.updates.of(using)
-            ahead.need_now([*(Use[Unit](0, sub.unit, until_done=True) for sub in waiting), Use(0, using.unit)])
+            now = [*(Use[Unit](0, sub.unit, until_done=True) for sub in waiting), Use(0, using.unit)]
+        else:
+            return
+        following.ahead.advance(place, now)
         following.using = using
 
     def _coming(self, trains: bool, cycle: Sequence[PagedGroup | PagedSubGroup], place: int) -> Iterator[Use[Unit]]:
@@ -319,12 +317,11 @@ def _groups_in(cycle: Sequence[PagedGroup | PagedSubGroup]) -> list[PagedGroup]:
 
 @dataclass(eq=False)
 class _Following:
-    """A look-ahead, and the state up to which it was followed."""
+    """A look-ahead, and the state that it is valid for."""
 
     ahead: LookAhead[Unit]
     trains: bool
     cycle: Sequence[PagedGroup | PagedSubGroup]
-    place: int
     stepped: Sequence[PagedSubGroup]
     updates_wait: bool
     """True if the step had left updates when it began."""

@@ -128,12 +128,12 @@ def test_what_is_followed_is_what_would_be_chosen_anew(
     for event in data.draw(st.lists(st.sampled_from(["pass", "now", "done", "look"]), max_size=25)):
         if event == "pass":
             followed.place, followed.now = data.draw(st.integers(followed.place, 9)), []
-            followed.ahead.pass_to(followed.place)
+            followed.ahead.advance(followed.place)
         elif event == "now":
             followed.now = data.draw(
                 st.lists(units.filter(lambda unit: unit >= 0 or ~unit not in followed.done), max_size=4)
             )
-            followed.ahead.need_now([use_at(0, unit) for unit in followed.now])
+            followed.ahead.advance(followed.place, [use_at(0, unit) for unit in followed.now])
         elif event == "done":
             unit = data.draw(st.integers(0, len(sizes) - 1))
             followed.done.add(unit)
@@ -149,7 +149,7 @@ def test_what_is_followed_is_looked_at_once() -> None:
     """And no farther than its bytes reach."""
     followed = Followed([(place, place) for place in range(1000)], [([1] * 1000, 100)])
     for place in range(1000):
-        followed.ahead.pass_to(place)
+        followed.ahead.advance(place)
         followed.ahead.fit()
         assert followed.pulled == min(place + 101, 1000)
 
@@ -285,7 +285,7 @@ def test_the_unit_on_nvme_that_is_needed_soonest_is_read_next(data: st.DataObjec
     following = in_turn(units)
     ahead.follow(following)
     for place in range(len(units)):
-        following.pass_to(place)
+        following.advance(place)
         ahead.fit()
         left = [unit for unit in units[place:] if unit not in held]
         for unit in ahead.to_read():
