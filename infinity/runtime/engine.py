@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.checkpoint.commits import Part
 from infinity.device import SetAside
@@ -33,6 +32,7 @@ from infinity.runtime.engine_state import EngineState
 from infinity.runtime.flops import FlopsProfile
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.loss_scale import Scalar, factor_of, gradient_factor, make_loss_scale, scaled_norm
+from infinity.runtime.lr_schedules import is_driven_by_metric
 from infinity.runtime.micro_batches import (
     LossFn,
     MicroBatches,
@@ -411,8 +411,8 @@ class Engine(DeepSpeedSurface):
         """At an accumulation boundary, clip, step optimizer and schedule, and clear the gradients; else do nothing.
 
         With fp16, an inf or NaN in a gradient of any rank skips the step: optimizer and schedule stay as they are, the log
-        says so, `skipped_steps` counts it, and `optimizer.overflow` is True until the next step. A ReduceLROnPlateau is not
-        stepped: call `lr_scheduler.step(metric)` yourself, before the next backward.
+        says so, `skipped_steps` counts it, and `optimizer.overflow` is True until the next step. A schedule that a metric
+        drives (ReduceLROnPlateau) is not stepped: call `lr_scheduler.step(metric)` yourself, before the next backward.
         """
         self._check_whole_model()
         self._step()
@@ -442,18 +442,23 @@ class Engine(DeepSpeedSurface):
                         may_overflow=self._loss_scale.may_overflow,
                         known_on_host=self._parts.resolved.paging is not None,
                     )
-                if factor is not None:
+                if factor is None:
+                    self._loss_scale.check_overflow()
+                else:
                     self._updater.prepare(factor)
                 with self.health.change("an optimizer step"):
-                    self._change_values(factor)
+                    failure = self._change_values(factor)
             if self.activations is not None:
                 self.activations.end_step()
             self._note_commit()
             self._report_step()
+            if failure is not None:
+                raise failure
 
-    def _change_values(self, factor: Any) -> None:
-        """Change everything that a step changes, with the gradients multiplied by `factor`; None skips the step."""
-        overflow = factor is None
+    def _change_values(self, factor: Any) -> Exception | None:
+        """Change everything that a step changes, with the gradients multiplied by `factor`; None skips the step. Returns
+        what the schedule raised: the values are those of the step, as in a loop that steps both."""
+        overflow, failure = factor is None, None
         self._applied = not overflow
         if self._loss_scale.may_overflow:
             warning = self._loss_scale.update(overflow=overflow)
@@ -466,10 +471,14 @@ class Engine(DeepSpeedSurface):
         else:
             self._updater.step(grad_scale=factor)
             lr_scheduler = self._parts.lr_scheduler
-            if lr_scheduler is not None and not isinstance(lr_scheduler, ReduceLROnPlateau):
-                lr_scheduler.step()
+            if lr_scheduler is not None and not is_driven_by_metric(lr_scheduler):
+                try:
+                    lr_scheduler.step()
+                except Exception as error:
+                    failure = error
         self._guard.drop_gradients()
         self._progress.end_step()
+        return failure
 
     def _report_step(self) -> None:
         if self.step_stats is None and self.swap is not None and dist.get_rank() == 0:

@@ -41,6 +41,9 @@ class LossScale:
             for name, value in (("overflow", overflow), ("cur_scale", self.scale), ("loss_scale", self.scale)):
                 setattr(optimizer, name, value)
 
+    def check_overflow(self) -> None:
+        """Raise InfinityError if the factor can't fall after a gradient with an inf or NaN."""
+
     def update(self, *, overflow: bool) -> str | None:
         """Update after a step, whose gradient had an inf or NaN if `overflow`. Returns a warning, or None."""
         return "OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated." if overflow else None
@@ -66,8 +69,15 @@ class DynamicLossScale(LossScale):
         self._last_overflow = -1
         self._hysteresis = config.hysteresis
 
+    def check_overflow(self) -> None:
+        """Raise InfinityError if the factor would fall below `min_loss_scale`."""
+        if self._hysteresis <= 1 and self.scale <= self._config.min_loss_scale:
+            raise InfinityError(
+                f"gradients overflow at the least loss scale, fp16.min_loss_scale {self._config.min_loss_scale:g}: the "
+                "training diverges, or needs bf16.enabled instead of fp16.enabled"
+            )
+
     def update(self, *, overflow: bool) -> str | None:
-        """As above. Raises InfinityError if the factor would fall below `min_loss_scale`."""
         config = self._config
         message: str | None = None
         if overflow:
@@ -75,11 +85,6 @@ class DynamicLossScale(LossScale):
             if self._hysteresis > 1:
                 self._hysteresis -= 1
                 message += f", but hysteresis is {self._hysteresis + 1}. Reducing hysteresis to {self._hysteresis}"
-            elif self.scale <= config.min_loss_scale:
-                raise InfinityError(
-                    f"gradients overflow at the least loss scale, fp16.min_loss_scale {config.min_loss_scale:g}: the training "
-                    "diverges, or needs bf16.enabled instead of fp16.enabled"
-                )
             else:
                 self.scale = max(self.scale / GROWTH, config.min_loss_scale)
                 message += f", reducing to {_shown(self.scale)}"

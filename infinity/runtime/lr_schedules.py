@@ -9,6 +9,7 @@ the same rate in every step.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -58,6 +59,12 @@ def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSchedu
     highs = _per_group(highest, len(groups), "warmup_max_lr")
     bounds = zip(lows, highs, strict=True)
     return AbsoluteLR(optimizer, [WarmupRate(warmup, config.warmup_type, low, high, total) for low, high in bounds])
+
+
+def is_driven_by_metric(schedule: Any) -> bool:
+    """Return True if `schedule.step` requires an argument, as that of ReduceLROnPlateau does: the caller steps it."""
+    parameters = inspect.signature(schedule.step).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 class AbsoluteLR(LambdaLR):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,21 @@ class Model(nn.Module):
 
 
 def make(
-    folder: Path, *, place: str = "nvme", update: str = "auto", accumulation: int = 1, resume: bool = False, **own: Any
+    folder: Path,
+    *,
+    place: str = "nvme",
+    update: str = "auto",
+    accumulation: int = 1,
+    resume: bool = False,
+    lr_scheduler: Any = None,
+    fp16: dict[str, Any] | None = None,
+    **own: Any,
 ) -> infinity.Engine:
     offload = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": place}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
-        "bf16": {"enabled": True},
+        **({"bf16": {"enabled": True}} if fp16 is None else {"fp16": {"enabled": True, **fp16}}),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "gradient_clipping": 0.0,
         "zero_optimization": {
@@ -72,7 +81,7 @@ def make(
         },
         "infinity": {"pinned_bytes_max": "16MiB", "update": update, "wrap": ["Sequential"], **own},
     }
-    engine, *_ = infinity.initialize(model=Model(), config=config, resume=resume)
+    engine, *_ = infinity.initialize(model=Model(), config=config, resume=resume, lr_scheduler=lr_scheduler)
     return engine
 
 
@@ -526,3 +535,38 @@ def test_another_thread_is_served_or_refused_in_words(update: str, nvme_path: Pa
         thread.join()
     assert found == expected
     assert outcomes
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_schedule_that_raises_leaves_the_values_of_the_step(nvme_path: Path, place: str) -> None:
+    trained = []
+    for raising in (None, 2):
+
+        def rate(number: int, raising: int | None = raising) -> float:
+            if number == raising:
+                raise OutOfMemory
+            return 1.0
+
+        schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=rate)
+        with make(nvme_path / str(raising), lr_scheduler=schedule, **PLACES[place]) as engine:
+            step(engine)
+            with pytest.raises(OutOfMemory) if raising else nullcontext():
+                step(engine)
+            engine.save_checkpoint(nvme_path / "saved")
+            after = weights(engine)
+            step(engine)
+            trained.append(after + weights(engine))
+    assert same(*trained)
+
+
+@pytest.mark.parametrize("place", ["memory", "forward", "backward, durable"])
+def test_an_overflow_at_the_least_loss_scale_leaves_the_values(nvme_path: Path, place: str) -> None:
+    with make(nvme_path, fp16={"initial_scale_power": 0, "hysteresis": 1}, **PLACES[place]) as engine:
+        step(engine)
+        before = weights(engine)
+        engine.backward(engine(batch(1)) * 1e30)
+        with pytest.raises(infinity.InfinityError, match="min_loss_scale"):
+            engine.step()
+        engine.zero_grad()
+        assert same(before, weights(engine))
+        engine.save_checkpoint(nvme_path / "saved")

@@ -24,6 +24,8 @@ def scales(overflows: str, **settings: Any) -> list[float]:
     scale = make_loss_scale(Fp16Config(enabled=True, **settings))
     found = []
     for step in overflows:
+        if step == "x":
+            scale.check_overflow()
         scale.update(overflow=step == "x")
         found.append(scale.scale)
     return found
