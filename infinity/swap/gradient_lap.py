@@ -107,14 +107,24 @@ class GradientLap:
 
     def _is_free(self, parameter: nn.Parameter, shard: PagedShard) -> bool:
         """Return True if `.grad` takes no part in handling the next gradient, and no user hook reads it there."""
-        hooks: Any = parameter._post_accumulate_grad_hooks
         shown = self._shown.get(parameter)
         if parameter.grad is not None and (
             shown is None or shown.taken is not Taken.FOR_STEP or not shown.is_shown_alone(parameter)
         ):
             return False
-        only_ours = hooks is not None and [*hooks] == [self.hooks.get(parameter)]
-        return only_ours and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
+        return self._is_hook_ours(parameter) and shard.gradient in (GradientState.NONE, GradientState.TAKEN)
+
+    def _is_hook_ours(self, parameter: nn.Parameter) -> bool:
+        """Return True if no user hook is called with the reduced gradient."""
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        return hooks is not None and [*hooks] == [self.hooks.get(parameter)]
+
+    def _needs_fp32(self, parameter: nn.Parameter, grad: torch.Tensor) -> bool:
+        """Return True if 16 bits may not hold a gradient: a sum of several, or what a user hook has made of it."""
+        if grad.dtype is not torch.float32:
+            return False
+        reduced_once = self._arrivals[parameter] == 1 and not self._paging.policy.sums_micro_batches
+        return not (reduced_once and self._is_hook_ours(parameter))
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """Record that a gradient is reduced. Returns its group if all of the group's gradients have arrived, else None.
@@ -165,7 +175,7 @@ class GradientLap:
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKING)
         by_index = {shard.index: grad for shard, grad in zip(shards, grads.values(), strict=True)}
-        sums = {self.shards[parameter].index for parameter in grads if self._arrivals[parameter] > 1}
+        sums = {self.shards[parameter].index for parameter, grad in grads.items() if self._needs_fp32(parameter, grad)}
         is_part = self._is_part(group, grads)
         self._paging.waiting_gradients.take(group, by_index, sums=sums, in_place=is_part)
         self._note_norms_and_refuse(grads, none=is_part)

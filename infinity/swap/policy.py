@@ -104,6 +104,11 @@ class StagingPolicy:
         self._pass_trains = None
 
     @property
+    def sums_micro_batches(self) -> bool:
+        """True if a gradient of the last forward is a sum over micro-batches."""
+        return self._micro_batches_at_once > 1
+
+    @property
     def in_pass(self) -> bool:
         """True while a forward of the whole model is running."""
         return self._pass_trains is not None

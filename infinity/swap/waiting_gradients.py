@@ -100,8 +100,8 @@ class WaitingGradients:
         """Keep gradients of a group, by shard number (1-D, on any device; fp32, or 16 bits if these are exact).
 
         If a shard has a kept gradient already (`kept_shards`), the sum is kept, and the new one, in fp32, becomes the
-        sum; with `in_place` it stays as it is (`sums_in_place`). `sums`: shards whose gradient is a sum already, which
-        needs fp32. Raises IoError if a transfer failed; the values are torn if a gradient was lost by it.
+        sum; with `in_place` it stays as it is (`sums_in_place`). `sums`: shards whose gradient needs fp32, mostly as it is
+        a sum already. Raises IoError if a transfer failed; the values are torn if a gradient was lost by it.
         """
         for sub in group.members:
             pieces = [piece for piece in sub.layout.pieces if piece.shard in grads]

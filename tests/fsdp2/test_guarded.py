@@ -241,6 +241,19 @@ def test_hooks_after_the_gradient_see_what_was_reduced(place: str, nvme_path: Pa
     assert norms == expected and len(norms) == STEPS
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_hooks_after_the_gradient_may_change_it_to_what_16_bits_do_not_hold(place: str, nvme_path: Path) -> None:
+    values = []
+    for where in ("memory", place):
+        model = seeded()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda changed: changed.grad.mul_(1 / 3))
+        with engine_of(where, nvme_path, model, bf16={"enabled": True}) as engine:
+            trained(engine)
+            values.append(dict(engine.named_weights(torch.float32)))
+    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
+
+
 # Parameters that are changed or looked at.
 
 CHANGES: dict[str, Callable[[Any], object]] = {

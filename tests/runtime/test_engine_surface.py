@@ -197,6 +197,26 @@ def test_batch_sizes_that_are_set_between_steps(where: str, nvme_path: Path) -> 
         assert engine.get_batch_info() == (12, 4, 3)
 
 
+def test_larger_steps_that_are_set_later_are_summed_in_fp32(nvme_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True},
+        "infinity": {"schedule": "vertical"},
+    }
+    batches = torch.randint(16, (9, 2, 3), generator=torch.Generator().manual_seed(0))
+    values = []
+    for path in (None, nvme_path):
+        with engine_of(path, **settings) as engine:
+            for micro_batches in (1, 4, 4):  # the vertical schedule reduces one sum
+                engine.set_train_batch_size(2 * micro_batches)
+                data = iter((ids, ids) for ids in batches[:micro_batches])
+                engine.train_batch(data, loss_fn=lambda output, _: output.float().square().mean())
+            values.append(dict(engine.named_weights(torch.float32)))
+    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
+
+
 def test_batch_sizes_stay_where_the_backward_applies_gradients(nvme_path: Path) -> None:
     with engine_of(nvme_path, infinity={"update": "backward"}) as engine:
         with pytest.raises(infinity.ConfigError, match="set infinity"):
