@@ -217,6 +217,8 @@ class ArenaActivationStore:
         self._places.reset()
 
     def trim(self) -> None:
+        while self._in_hand:  # of a forward whose backward is still to come
+            self._write_first()
         self._stager.settle_all()
         self.close()
 

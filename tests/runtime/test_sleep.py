@@ -138,6 +138,21 @@ def test_sleep_is_for_between_steps(nvme_path: Path) -> None:
         engine.stop_trace()
 
 
+def test_a_backward_after_a_sleep_finds_its_saved_activations(nvme_path: Path) -> None:
+    activations = {"device": "nvme", "bytes_min": 64}
+    norms = []
+    for sleeps in (False, True):
+        with engine_of(nvme_path, infinity={"offload_activations": activations}) as engine:
+            loss = engine(torch.ones(2, 64)).float().square().mean()
+            if sleeps:
+                engine.sleep(2)
+                engine.wake()
+            engine.backward(loss)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+
+
 def test_a_training_in_memory_sleeps_at_level_1(nvme_path: Path) -> None:
     with engine_of(None) as engine, engine_of(None) as other:
         for number in range(3):
