@@ -86,6 +86,22 @@ class _Entry:
     is_lost: bool = False
 
 
+@dataclass(frozen=True)
+class _Stayed:
+    """Autograd's replacement for a saved tensor that stays. torch leaves it to the hooks to compare versions."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise InfinityError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was changed in place after it was "
+                "saved: use an operation that is not in place there"
+            )
+        return self.tensor
+
+
 class _Handle:
     """Autograd's replacement for a saved tensor: a view of a storage that was moved."""
 
@@ -128,6 +144,7 @@ class Activations:
         """Move tensors that are saved inside the block: a forward that a backward follows."""
         self.recover()
         self._forget()
+        self._known.clear()  # FSDP2 refills storages, and leaves their versions as they were
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -168,22 +185,24 @@ class Activations:
         yield
         self._moving = moving
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+    def _pack(self, tensor: torch.Tensor) -> _Stayed | _Handle:
+        # With its history, a node's own output would keep the graph alive for ever.
+        stayed = _Stayed(tensor.detach(), tensor._version)
         if not self._is_worth_it(tensor):
-            return tensor.detach()  # with its history, a node's own output would keep the graph alive for ever
+            return stayed
         with self._noting():
             self._forget()
             entry = self._find(tensor) or self._put(tensor)
             if entry is None:
-                return tensor.detach()
+                return stayed
             entry.handles += 1
             handle = _Handle(entry, tensor)
             weakref.finalize(handle, self._ended.append, entry).atexit = False
             return handle
 
-    def _unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def _unpack(self, packed: _Stayed | _Handle) -> torch.Tensor:
+        if isinstance(packed, _Stayed):
+            return packed.unchanged()
         entry = packed.entry
         with self._noting():
             if entry.is_lost:

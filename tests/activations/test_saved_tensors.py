@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -373,8 +373,23 @@ class OfParts(nn.Module):
         return self.last(self.first(x) @ weight.t()).square().mean()
 
 
+class Stopped(nn.Module):
+    """Computes with a weight through which no gradient goes."""
+
+    def __init__(self, split: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) @ self.first.weight.detach().t()).square().mean()
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_a_part_of_a_parameter_stays_as_it_changes_while_a_graph_is_kept(nvme_path: Path) -> None:
+@pytest.mark.parametrize("model", [OfParts, Stopped])
+def test_what_changes_between_steps_is_not_that_of_a_graph_that_is_kept(
+    model: Callable[[DeviceMesh], nn.Module], nvme_path: Path
+) -> None:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     outcomes = []
     for own in ({}, {"pinned_bytes_max": "32MiB", **NVME}):
@@ -385,7 +400,7 @@ def test_a_part_of_a_parameter_stays_as_it_changes_while_a_graph_is_kept(nvme_pa
             "infinity": own,
         }
         kept, norms = [], []
-        with infinity.initialize(model=OfParts(mesh["part"]), config=settings, mesh=mesh)[0] as engine:
+        with infinity.initialize(model=model(mesh["part"]), config=settings, mesh=mesh)[0] as engine:
             for step in range(3):
                 x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
                 kept.append(engine(x))
@@ -435,6 +450,16 @@ def test_what_several_operations_save_moves_once_and_what_changed_moves_again() 
     assert activations.moved == 3
     del first, second
     assert kept_bytes(activations) == 0
+
+
+def test_what_stays_may_not_change_before_its_backward() -> None:
+    """torch compares versions only if there are no hooks."""
+    activations = Activations(in_host(), bytes_min=1024)
+    with activations.saving():
+        y = torch.ones(4, requires_grad=True).exp()
+        y.add_(1)
+    with pytest.raises(infinity.InfinityError, match="changed in place"):
+        y.sum().backward()
 
 
 def test_host_memory_has_a_bound_and_the_rest_stays() -> None:
