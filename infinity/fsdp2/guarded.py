@@ -17,6 +17,7 @@ They change FSDP2 at the points below and nowhere else. Uses private parts of FS
     weights behind it. So on one rank it gets none. (Several ranks do not know if it is missing on all of them.)
   * On one rank a reduction only copies gradients into an fp32 buffer, twice the size of 16-bit gradients. So
     `take_unreduced` is called first, and can use gradients where autograd left them.
+  * A backward with create_graph=True leaves the graph of a second one, whose gradients would be wrong. So it raises.
   * A group that runs twice in one backward (reentrant checkpoints) is reduced once; later gradients stay unreduced
     until the next step. So each reduction resets its state, and the end of the backward reduces the remainder.
 """
@@ -127,6 +128,11 @@ class GuardedState(FSDPState):
 
     def _register_root_post_backward_final_callback(self) -> None:
         """Called when a backward reaches the module. Before the first, check for writes: nothing has changed yet."""
+        if torch.is_grad_enabled():
+            raise InfinityError(
+                "the model has no second derivatives: FSDP2 reduces gradients and frees parameters in the first backward, so "
+                "leave create_graph=True out (for a gradient penalty, take the difference of two forwards)"
+            )
         if not self._state_ctx.post_backward_final_callback_queued:
             for group in self._all_groups():
                 group.check_unwritten()

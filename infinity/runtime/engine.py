@@ -278,15 +278,9 @@ class Engine(DeepSpeedSurface):
                     self._parts.commits.make()
                 try:
                     yield
-                except BaseException as error:
+                except BaseException:
                     self._vertical.abandon()
-                    if not isinstance(error, RuntimeError) or "storage of size 0" not in str(error):
-                        raise
-                    raise InfinityError(
-                        "a second backward through the model (create_graph=True) needs parameters that were freed after the "
-                        "first: offloaded parameters have theirs if all groups stay in the pinned pool (on NVMe: a larger "
-                        'infinity.pinned_bytes_max and infinity.update "step"); else leave second derivatives out'
-                    ) from error
+                    raise
 
     @contextlib.contextmanager
     def _backward_in_stage(self, last: bool) -> Iterator[None]:
