@@ -48,6 +48,11 @@ class Settings:
             values.append((name, tuple(value) if isinstance(value, list) else value))
         return Settings(tuple(values))
 
+    @property
+    def in_force(self) -> frozenset[str]:
+        """Names of those that are neither 0 nor off: a change of these may change which state an optimizer keeps."""
+        return frozenset(name for name, value in self.values if value)
+
     def __hash__(self) -> int:
         return hash(tuple(name for name, _ in self.values))  # a user's optimizer may have unhashable values
 
@@ -69,8 +74,23 @@ class Stepper:
         self.defaults: dict[str, Any] = dict(like.defaults)
         self.moments: tuple[str, ...] = ()
         self.counts_steps = False
+        self._tried: set[frozenset[str]] = set()
         for settings in dict.fromkeys(map(Settings.of, like.param_groups)):
             self._try(settings)
+
+    def check(self, settings: Settings) -> None:
+        """Raise ConfigError if settings that became others since the construction can't be stepped with the same state."""
+        if settings.in_force in self._tried:
+            return
+        kept = self.moments
+        self._try(settings)
+        if self.moments != kept:
+            self.moments, more = kept, self.moments[len(kept) :]
+            self._tried.discard(settings.in_force)
+            raise ConfigError(
+                f"{self.kind} keeps {' and '.join(more)} of each element with its present settings, and the model was paged "
+                "without: make the optimizer with such settings from the start (a schedule may set a momentum that was 0)"
+            )
 
     def step(
         self,
@@ -123,6 +143,7 @@ class Stepper:
                 f"optimizer {type(self._like).__name__} can't be paged, because paging updates state piece by piece: "
                 f"{reason}; use another one, or set the device of offload_param and offload_optimizer to none"
             )
+        self._tried.add(settings.in_force)
 
     def _reason_against(self, settings: Settings) -> str | None:
         """Return the reason why pieces can't be stepped with these settings, or None; record the state it keeps."""

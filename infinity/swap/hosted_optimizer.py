@@ -47,7 +47,9 @@ class HostedOptimizer(PagedOptimizer):
         return self._stepper.kind
 
     def _settings(self, group: dict[str, Any]) -> Settings:
-        return Settings.of(group)
+        settings = Settings.of(group)
+        self._stepper.check(settings)
+        return settings
 
     def _step_pieces(
         self, sub: PagedSubGroup, batches: Mapping[Settings, list[SteppedPiece]], lease: Lease | None

@@ -269,8 +269,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if health.state is Health.WHOLE:  # the first update of this backward; moments can't be set by hand after it
             for parameter, state in [*self.state.items()]:
                 self.state[parameter] = self._paged_state.adopted(cast(nn.Parameter, parameter), state)
+        stepping = self._stepping(1.0, [*grads], grads)  # may refuse the settings
         health.note_part_stepped()
-        stepping = self._stepping(1.0, [*grads], grads)
         updates = self._updates_of(group.members, stepping, lambda sub: None)
         for parameter, stepped in stepping.items():
             self._paged_state.count_step(stepped.shard, self.state[parameter])

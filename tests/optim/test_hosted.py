@@ -51,6 +51,18 @@ def test_pieces_come_out_as_the_whole(name: str) -> None:
     assert stepper.counts_steps == ("step" in optimizer.state[whole])
 
 
+def test_settings_that_need_more_state_are_refused_when_they_come() -> None:
+    def settings(**own: Any) -> Settings:
+        return Settings.of(SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **own).param_groups[0])
+
+    stepper = Stepper(SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    stepper.check(settings(weight_decay=0.1))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="SGD keeps momentum_buffer"):
+            stepper.check(settings(momentum=0.9))
+    assert stepper.moments == ()
+
+
 class Own(Optimizer):
     """An optimizer of a user's own, which steps by a function of a parameter, its state and its group."""
 

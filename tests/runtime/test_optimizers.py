@@ -295,6 +295,17 @@ def test_a_made_schedule_follows_its_optimizer(where: str, kind: str, nvme_path:
     assert same(expected, got)
 
 
+def test_a_schedule_may_not_bring_momentum_to_an_optimizer_that_keeps_none(nvme_path: Path) -> None:
+    """OneCycleLR sets it where it was 0; plain SGD's steps would be taken without a word."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=9)
+    with infinity.initialize(model=model(), config=config(nvme_path, **sgd), lr_scheduler=schedule)[0] as engine:
+        before = {name: weight.clone() for name, weight in engine.named_weights(torch.float32)}
+        with pytest.raises(infinity.ConfigError, match="momentum_buffer"):
+            train(engine)
+        assert all(torch.equal(before[name], weight) for name, weight in engine.named_weights(torch.float32))
+
+
 def test_a_schedule_of_another_optimizer_is_refused() -> None:
     trained = model()
     other = StepLR(AdamW(trained.parameters()), 1)
