@@ -223,6 +223,14 @@ class GradientLap:
         if not self._updates_to_stay:
             self._due.clear()
 
+    def check_not_replaced(self) -> None:
+        """Raise InfinityError if a newer optimizer gets the gradients of one of the parameters."""
+        for parameter, hook in self.hooks.items():
+            if hook not in parameter._post_accumulate_grad_hooks:
+                raise InfinityError(
+                    f"{self.shards[parameter].name} is stepped by an optimizer that was made later: step that one"
+                )
+
     def check_complete(self) -> None:
         """Raise InfinityError if an exception interrupted `take`, or updates in the backward that stay (which tears the
         values), or if this step's updates would use up gradients that were taken for another optimizer."""

@@ -106,7 +106,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if not taken or not parameter.requires_grad:
                 continue
             came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
-            self.lap.hooks[parameter] = parameter.register_post_accumulate_grad_hook(came).id  # FSDP2 calls it
+            if shard.index in self._paging.gradient_hooks:  # of an older optimizer, which this one replaces
+                self._paging.gradient_hooks[shard.index].remove()
+            hook = parameter.register_post_accumulate_grad_hook(came)  # FSDP2 calls it
+            self._paging.gradient_hooks[shard.index], self.lap.hooks[parameter] = hook, hook.id
             module = shard.group.sharded_module
             if shard.resident is None and module is not None and not self._paging.device.is_discrete:
                 further = (
@@ -154,6 +157,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.leave_unfinished_pass()
         with self._paging.entered():
             self._paging.paged.health.check_not_torn()
+            self.lap.check_not_replaced()
             self.lap.check_complete()
             self.lap.check_untouched()
             self.lap.check_unused()

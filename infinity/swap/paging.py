@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.aio import PoolPart
 from infinity.errors import IN_CHILD, InfinityError
@@ -88,6 +89,8 @@ class Paging:
         self.waiting_gradients = WaitingGradients(
             paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
+        self.gradient_hooks: dict[int, RemovableHandle] = {}
+        """By shard number: the hook through which FSDP2 reports its gradient to the newest optimizer over it."""
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
         room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -529,6 +530,31 @@ def test_two_optimizers_step_groups_of_their_own(kind: dict[str, Any], update: U
         model = sharded()
         swap.page(model, PagingOptions(param_persistence_threshold=0, update=update, **kind))
         found = run(model, lambda parameters: infinity.PagedAdamW(parameters, swap=swap, lr=1e-2))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", [{"update": "backward"}, {"gradient_dtype": torch.bfloat16}], ids=str)
+def test_a_newer_optimizer_replaces_the_one_before(kind: dict[str, Any], nvme_path: Path) -> None:
+    """Which may be alive still, in a cycle with its schedule."""
+
+    def trained(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> list[torch.Tensor]:
+        for lr in (1.0, 1e-3):
+            optimizers.append(make(model.parameters(), lr=lr))
+        for number in range(2):
+            model(batch(number)).float().square().mean().backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+        return [p.detach().full_tensor() + 0 for p in model.parameters()]  # type: ignore[attr-defined]
+
+    optimizers: list[torch.optim.Optimizer] = []
+    expected = trained(sharded(), torch.optim.AdamW)
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, PagingOptions(param_persistence_threshold=0, **kind))
+        found = trained(model, partial(infinity.PagedAdamW, swap=swap))
+        model(batch(9)).float().square().mean().backward()
+        with pytest.raises(infinity.InfinityError, match="an optimizer that was made later"):
+            optimizers[-2].step()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
