@@ -346,14 +346,16 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does; moments go into the arena. After a torn step, load the model's state dict first."""
         with self._paging.entered():
-            self._paging.paged.health.check_not_part_stepped()
+            health = self._paging.paged.health
+            health.check_not_part_stepped()
             super().load_state_dict(state_dict)
             for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
                 del self.state[parameter]
                 self._paged_state.load(parameter, self.state[parameter], loaded)
-            self._end_backward()  # drops the gradients of a torn step, applied or not
-            self._paging.policy.discard_step()
-            self._paging.paged.health.mend()
+            if health.state is Health.TORN:  # drop the gradients of that step, applied or not
+                self._end_backward()
+                self._paging.policy.discard_step()
+                health.mend()
 
     def _stepping(
         self, grad_scale: float, only: Collection[nn.Parameter] | None = None, grads: Gradients | None = None

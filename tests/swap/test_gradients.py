@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -555,6 +556,27 @@ def test_a_newer_optimizer_replaces_the_one_before(kind: dict[str, Any], nvme_pa
         model(batch(9)).float().square().mean().backward()
         with pytest.raises(infinity.InfinityError, match="an optimizer that was made later"):
             optimizers[-2].step()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", [{}, {"gradient_dtype": torch.bfloat16}, {"update": "step"}], ids=str)
+def test_gradients_stay_while_a_state_is_loaded(kind: dict[str, Any], nvme_path: Path) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for number in range(3):
+            model(batch(number)).float().square().mean().backward()
+            if number == 1:
+                saved = copy.deepcopy(optimizer.state_dict())
+            if number == 2:
+                optimizer.load_state_dict(saved)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().full_tensor() + 0 for p in model.parameters()]  # type: ignore[attr-defined]
+
+    memory, model = sharded(), sharded()
+    expected = trained(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(model, PagingOptions(**{"param_persistence_threshold": 100, "update": "forward"} | kind))
+        found = trained(model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=1e-2))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
