@@ -93,8 +93,8 @@ class Speculation:
         sub-groups. Their reads must then be pointed to the other slot, as `defer` does."""
         were_updated = bool(self._ties)
         for sub in [*self._ties]:
-            shards = [piece.shard for piece in sub.layout.pieces if piece.shard in inputs]
-            if not shards or any(self.inputs.get(shard) != inputs[shard] for shard in shards):
+            shards = [piece.shard for piece in sub.layout.pieces]
+            if inputs.keys().isdisjoint(shards) or any(self.inputs.get(n) != inputs.get(n) for n in shards):
                 self.discard(sub)
         accepted = {*self._ties}
         for sub, ties in self._ties.items():

@@ -291,6 +291,34 @@ def test_what_changes_between_backward_and_step_counts(meddle: str, nvme_path: P
     assert accepted[2] == 0 if meddle == "the learning rate" else 0 < accepted[2] < subs
 
 
+def test_a_parameter_that_leaves_between_backward_and_step_is_not_stepped_with_others(
+    nvme_path: Path, accepted: list[int]
+) -> None:
+    """Of the two parameters of a sub-group that was updated early."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for number in range(2):
+            if isinstance(optimizer, PagedOptimizer):
+                optimizer.expect(1.0)
+            model(batch(number)).float().square().mean().backward()
+            if number == 1:
+                of_biases = {id(block.bias) for block in model.blocks}  # type: ignore[union-attr]
+                group = optimizer.param_groups[0]
+                group["params"] = [p for p in group["params"] if id(p) not in of_biases]
+            optimizer.step()
+            if number == 0:
+                optimizer.zero_grad()
+        return [p.detach().full_tensor() + 0 for p in model.parameters()]  # type: ignore[attr-defined]
+
+    memory = sharded()
+    expected = run(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options(sub_group_size=1 << 16))
+        assert_same(run(nvme, infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)), expected)
+    assert accepted[1] < accepted[0]
+
+
 def test_a_loop_that_sets_the_rate_before_each_step_is_not_updated_ahead_for_long(nvme_path: Path) -> None:
     ahead = []
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
