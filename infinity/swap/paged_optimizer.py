@@ -301,9 +301,12 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         by_shard = {stepped.shard.index: stepped for stepped in stepping.values()}
         updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in sub_groups:
-            of_sub = {piece.shard: by_shard[piece.shard] for piece in sub.layout.pieces if piece.shard in by_shard}
-            if of_sub:
-                updates[sub] = partial(self._without_parameters._update, sub, of_sub, taken(sub))
+            stepped = ((piece, by_shard[piece.shard]) for piece in sub.layout.pieces if piece.shard in by_shard)
+            here = {  # without padding, but for a matrix that all ranks update together
+                piece.shard: of for piece, of in stepped if sub.layout.whole or piece.start < of.shard.shape.numel()
+            }
+            if here:
+                updates[sub] = partial(self._without_parameters._update, sub, here, taken(sub))
         return updates
 
     def _check_used(self, grad_scale: float) -> None:

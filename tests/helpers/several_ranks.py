@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity.checkpoint import dcp as checkpoint
@@ -384,6 +384,37 @@ def split_unevenly(folder: Path) -> None:
                     raise AssertionError("not refused on all ranks")
     assert norms[0] == norms[1] != 0, norms
     print("as many parts", flush=True)
+
+
+def stepping_padding(folder: Path) -> None:
+    """Rank 1 has nothing of the only parameter that is stepped, whose neighbours in its sub-group stay as they are."""
+    dist.init_process_group("gloo")
+    losses = []
+    for paged in (False, True):
+        layers = model()
+        scales = [nn.Parameter(torch.ones(1, 64)) for _ in layers[1]]  # type: ignore[arg-type]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer, scale in zip(layers[1], scales, strict=True):  # type: ignore[arg-type]
+            layer.scale = scale
+            layer.register_forward_hook(lambda layer, _, out: out * layer.scale)
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(layers, mp_policy=policy)
+        stepped = [layer.scale for layer in layers[1]]  # type: ignore[union-attr]
+        with infinity.SwapManager(folder, pinned_bytes_max="16MiB") if paged else contextlib.nullcontext() as swap:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(stepped, lr=1e-2, fused=True)
+            if swap is not None:
+                options = infinity.PagingOptions(master_weights="full", param_persistence_threshold=0)
+                swap.page(layers, options)
+                stepped = [layer.scale for layer in layers[1]]  # type: ignore[union-attr]
+                optimizer = infinity.PagedAdamW(stepped, swap=swap, lr=1e-2)
+            for _ in range(3):
+                loss = layers(torch.ones(2, 8)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                layers.zero_grad()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:] and losses[0] != losses[2], losses
+    print("only what is here", flush=True)
 
 
 if __name__ == "__main__":

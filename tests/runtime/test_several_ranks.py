@@ -46,6 +46,12 @@ def test_batches_of_different_lengths_are_split_into_as_many_parts(forked_ranks:
 
 
 @pytest.mark.slow
+def test_a_step_of_padding_alone_changes_nothing_beside_it(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "stepping_padding", str(nvme_path))
+    assert done.stdout.count("only what is here") == 2, done.stdout
+
+
+@pytest.mark.slow
 def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(forked_ranks: Any, nvme_path: Path) -> None:
     done = forked_ranks(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout
