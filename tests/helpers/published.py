@@ -229,18 +229,20 @@ def mxfp4_of_compressed_tensors() -> Format:
 
 
 def _rounded_to_zeros(matrix: torch.Tensor, number: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
-    """Unsigned codes, zeros and fp16 scales (groups, outputs) of a matrix (outputs, inputs)."""
+    """Unsigned codes, zeros and fp16 scales (groups, outputs) of a matrix (outputs, inputs). A fifth of the zeros is 0."""
     top = (1 << bits) - 1
     columns = [matrix[:, number == n] for n in range(int(number.max()) + 1)]
-    low = torch.stack([of.amin(1).clamp(max=-1e-6) for of in columns])
-    scales = ((torch.stack([of.amax(1).clamp(min=0.0) for of in columns]) - low) / top).half()
-    zeros = (-low / scales.float()).round().clamp(1, top).long()
+    low = torch.stack([of.amin(1).clamp(max=0.0) for of in columns])
+    low[:, ::5] = 0.0
+    scales = ((torch.stack([of.amax(1).clamp(min=1e-3) for of in columns]) - low) / top).half()
+    zeros = (-low / scales.float()).round().clamp(0, top).long()
     codes = (matrix.t() / scales.float()[number] + zeros[number]).round().clamp(0, top).long()
     return codes, zeros, scales
 
 
 def gptq(bits: int, group: int, *, ordered: bool = True, version: int = 1) -> Format:
-    """`ordered`: the groups are one behind the other (no act-order)."""
+    """`ordered`: the groups are one behind the other (no act-order). Version 1 has whole words of zeros minus `ones`."""
+    ones = {4: 0x11111111, 8: 0x01010101}[bits] if version == 1 else 0
 
     def encode(matrix: torch.Tensor) -> Parts:
         number = torch.arange(matrix.shape[1]) // group
@@ -249,7 +251,7 @@ def gptq(bits: int, group: int, *, ordered: bool = True, version: int = 1) -> Fo
         codes, zeros, scales = _rounded_to_zeros(matrix, number, bits)
         return {
             "qweight": packed(codes.t().contiguous(), bits).t().contiguous(),
-            "qzeros": packed(zeros - int(version == 1), bits),
+            "qzeros": packed(zeros, bits) - ones,
             "scales": scales,
             "g_idx": number.to(torch.int32),
         }
@@ -257,7 +259,7 @@ def gptq(bits: int, group: int, *, ordered: bool = True, version: int = 1) -> Fo
     def decode(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         number, scales = parts["g_idx"].long(), parts["scales"]
         codes = unpacked(parts["qweight"].t().contiguous(), bits, len(number)).t()
-        zeros = unpacked(parts["qzeros"], bits, scales.shape[1]) + int(version == 1)
+        zeros = unpacked(parts["qzeros"] + ones, bits, scales.shape[1])
         return (scales[number] * (codes - zeros[number])).t().to(dtype)
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": not ordered}
@@ -309,8 +311,8 @@ FORMATS = {
     "nvfp4 of ModelOpt": nvfp4(modelopt=True),
     "mxfp4 of compressed-tensors": mxfp4_of_compressed_tensors(),
     "gptq": gptq(4, 32),
-    "gptq, any order": gptq(4, 32, ordered=False),
-    "gptq, 8 bits": gptq(8, 32, version=2),
+    "gptq, any order": gptq(4, 32, ordered=False, version=2),
+    "gptq, 8 bits": gptq(8, 32),
     "awq": awq(32),
 }
 

@@ -5,8 +5,9 @@ Both have `qweight` and `qzeros` in I32, and fp16 `scales` of shape (groups, out
 
   * GPTQ, 4 or 8 bits: a word of `qweight` has the codes of several inputs of one output, the first in the lowest bits.
     A word of `qzeros` has those of several outputs. `g_idx` is the group of each input; it is used if `desc_act` says
-    that they are not in order. Zeros are stored minus one, except in "gptq_v2": `dequantize_weight` in GPTQModel's
-    nn_modules/qlinear.
+    that they are not in order. From each word of zeros a word of ones is subtracted, except in "gptq_v2". It borrows
+    from the next code if a zero is 0: `convert_gptq_v1_to_v2_format_module` in GPTQModel's utils/model.py, and
+    `dequantize_weight` in its nn_modules/qlinear.
   * AWQ "gemm", 4 bits: a word has the codes of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7: `dequantize_gemm` in
     AutoAWQ's utils/packing_utils.py.
 """
@@ -32,23 +33,23 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, eq=False)
 class GptqColumns(Coded):
-    """A matrix in GPTQ's codes of `bits`; `zeros_less` is to be added to zeros.
+    """A matrix in GPTQ's codes of `bits`; `ones` is to be added to words of zeros.
 
     Pieces: codes, zeros, scales, and the group of each input if they are not in order.
     """
 
     bits: int
-    zeros_less: int
+    ones: int
 
     def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
         codes, words, scales, *order = pieces
-        zeros = _unpacked(words, self.bits).flatten(1)[:, first % (32 // self.bits) :][:, :count]
+        zeros = _unpacked(words + self.ones, self.bits).flatten(1)[:, first % (32 // self.bits) :][:, :count]
         return CodedMatrix(
             lines=codes,
             layout="words",
             numbers=_NUMBERS if self.bits == 4 else torch.uint8,
             scales=scales.t(),
-            zeros=(zeros + self.zeros_less).float().t(),
+            zeros=zeros.float().t(),
             columns=order[0] if order else self.shape[1] // len(scales),
             through=scales.dtype,
         )
@@ -125,7 +126,7 @@ def _gptq(parts: Sequence[StoredTensor], config: Mapping[str, Any], *, zeros_les
     ]
     if config.get("desc_act"):
         pieces.append(whole(order, inputs))
-    return GptqColumns((outputs, inputs), tuple(pieces), bits, int(zeros_less))
+    return GptqColumns((outputs, inputs), tuple(pieces), bits, 0xFFFFFFFF // ((1 << bits) - 1) if zeros_less else 0)
 
 
 def _awq(parts: Sequence[StoredTensor], config: Mapping[str, Any]) -> AwqColumns:
