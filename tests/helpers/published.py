@@ -188,6 +188,19 @@ def fp8_of_compressed_tensors(dtype: torch.dtype) -> Format:
     return Format(encode, decode, config, 1.0)
 
 
+def fp8_of_modelopt() -> Format:
+    """As `FP8QTensor.dequantize`: the scale is rounded to the dtype first."""
+
+    def encode(matrix: torch.Tensor) -> Parts:
+        scale = (matrix.abs().max() / 448).bfloat16().float() * 1.0017  # far from a number in 16 bits
+        return {"weight": (matrix / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+    def decode(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        return parts["weight"].to(dtype) * parts["weight_scale"].to(dtype)
+
+    return Format(encode, decode, {"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0)
+
+
 def nvfp4(*, modelopt: bool = False) -> Format:
     def encode(matrix: torch.Tensor) -> Parts:
         of_all = 448 * 6 / matrix.abs().max()
@@ -307,6 +320,7 @@ FORMATS = {
     "int8, rows": integers(8, 0, torch.bfloat16, pack=False),
     "int8, zeros": integers(8, 32, torch.float32, symmetric=False, pack=False),
     "fp8 of compressed-tensors": fp8_of_compressed_tensors(torch.bfloat16),
+    "fp8 of ModelOpt": fp8_of_modelopt(),
     "nvfp4": nvfp4(),
     "nvfp4 of ModelOpt": nvfp4(modelopt=True),
     "mxfp4 of compressed-tensors": mxfp4_of_compressed_tensors(),

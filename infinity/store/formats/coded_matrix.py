@@ -10,7 +10,7 @@ of a NaN.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,9 +34,9 @@ class CodedMatrix:
     each column.
 
     scale_numbers: the numbers that scales stand for (fp32), if scales are bytes. through: the dtype that values are
-    rounded to first. rows: in a group; the first row is number `row_in_group` of its group. row, column: the first ones,
-    in `lines`. high_first: the first code of a byte is in its high bits (only in "rows"). order: the row of each code
-    of a word of "nibbles", from the lowest bits on.
+    rounded to first. rounds_scales: `decode` rounds scales to the dtype of `out` first. rows: in a group; the first row
+    is number `row_in_group` of its group. row, column: the first ones, in `lines`. high_first: the first code of a byte
+    is in its high bits (only in "rows"). order: the row of each code of a word of "nibbles", from the lowest bits on.
     """
 
     lines: torch.Tensor
@@ -46,6 +46,7 @@ class CodedMatrix:
     zeros: torch.Tensor | None = None
     scale_numbers: torch.Tensor | None = None
     through: torch.dtype | None = None
+    rounds_scales: bool = False
     rows: int = 1
     row_in_group: int = 0
     row: int = 0
@@ -56,10 +57,11 @@ class CodedMatrix:
 
     def decode(self, out: torch.Tensor) -> None:
         """Set `out` (2-D, contiguous) to the values. Raises ValueError if a column is in a group that is not there."""
+        matrix = replace(self, scales=self.scales.to(out.dtype)) if self.rounds_scales else self
         if out.device.type == "cpu":
-            self.decode_compiled(out)
+            matrix.decode_compiled(out)
         else:
-            self.decode_by_torch(out)
+            matrix.decode_by_torch(out)
 
     def decode_compiled(
         self, out: torch.Tensor, *, threads: int | None = None, instructions: str = INSTRUCTIONS[0]

@@ -1,4 +1,4 @@
-"""The formats of compressed-tensors, and ModelOpt's NVFP4, which has other names and a global scale that multiplies.
+"""The formats of compressed-tensors, and ModelOpt's, which have other names. Its NVFP4's global scale multiplies.
 
   * pack-quantized: `weight_packed` has codes of 4 or 8 bits in I32, the first in the lowest bits. An integer is its
     code minus half the range. `weight_scale` has a scale per row or per group of columns. `weight_g_idx` is the group
@@ -9,7 +9,8 @@
   * mxfp4-pack-quantized: the same with 32 columns, and with exponents of two as scales.
 
 Values are computed in the dtype of the scales: `_dequantize` in compressed_tensors/quantization/lifecycle. Values of
-fp4 are rounded to bf16 first, as in `unpack_fp4_from_uint8`, but not in ModelOpt (`NVFP4QTensor.dequantize`).
+fp4 are rounded to bf16 first, as in `unpack_fp4_from_uint8`, but not in ModelOpt (`NVFP4QTensor.dequantize`). ModelOpt
+rounds scales of fp8 to the dtype of compute (`FP8QTensor.dequantize`).
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def modelopt_parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str
                 of_all = tensors[f"{weight}_scale_2"]
                 made[weight] = _fp4_groups(codes, scale, of_all, divides=False, through=None)
             else:
-                made[weight] = scaled_fp8(codes, scale, None)
+                made[weight] = scaled_fp8(codes, scale, None, rounds_scales=scale.dtype in _FLOATS)
             for part in ("scale", "scale_2"):
                 made.pop(f"{weight}_{part}", None)
     return made

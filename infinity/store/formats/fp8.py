@@ -26,14 +26,15 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 @dataclass(frozen=True, eq=False)
 class Fp8Blocks(Coded):
-    """A matrix, or a stack of them, with a scale per `block` (rows, columns). `through`: see `CodedMatrix`."""
+    """A matrix, or a stack of them, with a scale per `block` (rows, columns). The others: see `CodedMatrix`."""
 
     block: tuple[int, int]
-    through: torch.dtype | None = None
+    through: torch.dtype | None
+    rounds_scales: bool
 
     def row(self, number: int) -> Fp8Blocks:
         codes, scales = (piece.tensor.row(number) for piece in self.pieces)
-        return _blocks(codes, self.shape[1:], scales, self.block, self.through)
+        return _blocks(codes, self.shape[1:], scales, self.block, self.through, self.rounds_scales)
 
     def matrix(self, first: int, count: int, *pieces: torch.Tensor) -> CodedMatrix:
         codes, scales = pieces
@@ -47,6 +48,7 @@ class Fp8Blocks(Coded):
             row_in_group=first % rows,
             columns=columns,
             through=self.through,
+            rounds_scales=self.rounds_scales,
         )
 
 
@@ -65,9 +67,15 @@ def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 
 
 def scaled_fp8(
-    codes: StoredTensor, scales: StoredTensor, block: object, *, through: torch.dtype | None = None
+    codes: StoredTensor,
+    scales: StoredTensor,
+    block: object,
+    *,
+    through: torch.dtype | None = None,
+    rounds_scales: bool = False,
 ) -> Fp8Blocks:
-    """Return the matrices of these codes and scales. `block`: the configured (rows, columns) per scale, or None."""
+    """Return the matrices of these codes and scales. `block`: the configured (rows, columns) per scale, or None. The
+    others: see `CodedMatrix`."""
     shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == "I8" else 1))
     if len(shape) not in (2, 3) or min(shape) < 1 or scales.dtype not in SCALES:
         raise ValueError(f"codes of shape {codes.shape} with scales in {scales.dtype}")
@@ -82,7 +90,8 @@ def scaled_fp8(
     if len(grid) != 2 or min(grid) < 1:
         raise ValueError(f"codes of shape {codes.shape} with scales of shape {scales.shape}")
     block = None if codes.dtype == "I8" else block  # the configured block is that of fp8
-    return _blocks(codes, shape, shaped(scales, *stack, *grid), _block_of(shape[-2:], grid, block), through)
+    size = _block_of(shape[-2:], grid, block)
+    return _blocks(codes, shape, shaped(scales, *stack, *grid), size, through, rounds_scales)
 
 
 def _blocks(
@@ -91,10 +100,12 @@ def _blocks(
     scales: StoredTensor,
     block: tuple[int, int],
     through: torch.dtype | None,
+    rounds_scales: bool,
 ) -> Fp8Blocks:
     rows = Piece(scales) if len(shape) == 3 else Piece(scales, rows=block[0])
     one = len(shape) == 2 and scales.shape[0] == 1
-    return Fp8Blocks(shape, (Piece(codes), whole(scales, *scales.shape) if one else rows), block, through)
+    pieces = (Piece(codes), whole(scales, *scales.shape) if one else rows)
+    return Fp8Blocks(shape, pieces, block, through, rounds_scales)
 
 
 def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], configured: object) -> tuple[int, int]:
