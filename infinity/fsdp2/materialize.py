@@ -32,6 +32,7 @@ from infinity.fsdp2.sharding import local_of
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, Stack, StoredParameter, StoredTensor, read_header
 from infinity.store.formats import parameters_in
+from infinity.store.formats.gptq import GptqColumns
 from infinity.store.stored_parameter import read_rows, stored_parameter
 from infinity.units import PAGE_BYTES
 
@@ -42,6 +43,10 @@ _T = TypeVar("_T")
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 """The attribute in which transformers' models list unused tensors of published files, such as layers for speculative
 decoding."""
+
+_MOVED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""Endings of buffers' names, and a pattern for the names of such buffers elsewhere in old files. transformers ignores
+these too if a model has such a buffer: `_adjust_missing_and_unexpected_keys` in its modeling_utils.py."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -129,7 +134,13 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         known = {name for names in in_files.values() for name in with_parts(names)}
         missing = sorted({names[0] for tensor, names in required.items() if tensor not in stored_as} - {*but})
         ignored = [pattern for m in model.modules() for pattern in getattr(m, _IGNORED, None) or ()]
-        unexpected = sorted(n for n in set(parameters) - known if not any(re.search(p, n) for p in ignored))
+        ignored += [p for end, p in _MOVED.items() if any(name.endswith(end) for n in names_of.values() for name in n)]
+        unexpected = sorted(
+            name
+            for name in set(parameters) - known
+            if not any(re.search(pattern, name) for pattern in ignored)
+            and not (_is_bias_of_gptq(name, parameters) and not where[name].get_tensor(name).any())
+        )
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} does not match the model: "
@@ -161,6 +172,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
                 load_full(tensor, where[name].get_tensor(name))
             elif local.numel():
                 local.copy_(where[name].get_slice(name)[place])
+
+
+def _is_bias_of_gptq(name: str, parameters: Mapping[str, StoredParameter]) -> bool:
+    """Whether this is the bias of a matrix of GPTQ. AutoGPTQ writes one of zeros for layers that have none."""
+    return name.endswith(".bias") and isinstance(parameters.get(f"{name.removesuffix('bias')}weight"), GptqColumns)
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:

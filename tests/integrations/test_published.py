@@ -20,10 +20,11 @@ import published_models
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from published import FORMATS
 from published_models import CASES, ON_SEVERAL_RANKS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from infinity.cli import ckpt
-from infinity.fsdp2.materialize import stored_parameters
+from infinity.errors import CheckpointError
+from infinity.fsdp2.materialize import load_weights, stored_parameters
 from infinity.store.stored_parameter import read_rows
 
 
@@ -54,6 +55,28 @@ def test_awq_is_what_compressed_tensors_makes_of_it(tmp_path: Path) -> None:
         read_rows(stored_parameters(tmp_path / folder)["a.weight"], 0, values[-1])
     assert torch.equal(values[0], values[1])
     assert torch.equal(values[0], FORMATS["awq"].decode(load(tmp_path / "awq"), torch.float16))
+
+
+def test_tensors_of_old_files_that_hold_nothing_are_ignored(nvme_path: Path) -> None:
+    """Buffers that are now elsewhere in the model, and a bias of zeros for each matrix of GPTQ."""
+    folder = published_models.save("llama", "gptq", nvme_path / "model")
+    file = folder / "coded" / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(3), "model.h.position_ids": torch.arange(3)}
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1], dtype=torch.float16)
+    save_file(tensors, file)
+    model = published_models.build("llama")
+    with pytest.raises(CheckpointError, match=r"unknown model\.h\.position_ids$"):
+        load_weights(model, folder / "coded")
+    model.register_buffer("position_ids", torch.arange(3), persistent=False)
+    load_weights(model, folder / "coded")
+    expected = load_file(folder / "decoded" / "model.safetensors")
+    assert all(torch.equal(value.bfloat16(), expected[name]) for name, value in model.state_dict().items())
+    tensors["model.layers.1.mlp.up_proj.bias"][7] = 0.5
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"unknown model\.layers\.1\.mlp\.up_proj\.bias$"):
+        load_weights(model, folder / "coded")
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
