@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ pytest.importorskip(
 import peft
 import published
 import published_models
+from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils import match_name
 from published import FORMATS
 from published_models import CASES, ON_SEVERAL_RANKS
 from safetensors.torch import load_file, save_file
@@ -41,6 +45,35 @@ def test_two_ranks_gather_the_same(forked_ranks: Any, nvme_path: Path) -> None:
     for name, how in ON_SEVERAL_RANKS:
         published_models.save(name, how, nvme_path / f"{name}, {how}")
     forked_ranks(Path(published_models.__file__), str(nvme_path), ranks=2)
+
+
+def test_a_model_may_have_integers_of_4_and_of_8_bits(one_rank: None, nvme_path: Path) -> None:
+    ways = {"int8, packed": ["re:.*down_proj.*"], "int4, zeros": ["re:.*attn.*", "re:.*gate_proj.*", "re:.*up_proj.*"]}
+    eight, four = (published_models.save("llama", how, nvme_path / how) for how in ways)
+    file = four / "coded" / "model.safetensors"
+    mixed = {name: part for name, part in load_file(file).items() if ".down_proj." not in name}
+    down = load_file(eight / "coded" / "model.safetensors")
+    mixed |= {name: part for name, part in down.items() if ".down_proj." in name}
+    save_file(mixed, file)
+    groups = {
+        f"group_{number}": {**FORMATS[how].config["config_groups"]["group_0"], "targets": targets}
+        for number, (how, targets) in enumerate(ways.items())
+    }
+    config = json.loads((four / "coded" / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = groups
+    (four / "coded" / "config.json").write_text(json.dumps(config))
+    decoded = load_file(four / "decoded" / "model.safetensors")
+    for module in [name.removesuffix(".weight_packed") for name in mixed if name.endswith(".weight_packed")]:
+        parts = {name.rpartition(".")[2]: part for name, part in mixed.items() if name.startswith(f"{module}.")}
+        (scheme,) = (group for group in groups.values() if any(match_name(module, of) for of in group["targets"]))
+        values = PackedQuantizationCompressor.decompress(parts, QuantizationScheme.model_validate(scheme))
+        decoded[f"{module}.weight"] = values["weight"].to(torch.bfloat16)
+    save_file(decoded, four / "decoded" / "model.safetensors")
+    published_models.check(four)
+    del mixed["model.layers.0.mlp.down_proj.weight_shape"]
+    save_file(mixed, file)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj.* 4 or only 8"):
+        stored_parameters(four / "coded")
 
 
 def test_awq_is_what_compressed_tensors_makes_of_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
   * pack-quantized: `weight_packed` has codes of 4 or 8 bits in I32, the first in the lowest bits. An integer is its
     code minus half the range. `weight_scale` has a scale per row or per group of columns. `weight_g_idx` is the group
     of each column if they are not in order. `weight_zero_point` is packed like the weight, but down the rows.
+    `weight_shape` has the rows and columns.
   * int-, float- and naive-quantized: `weight` is I8 or fp8, `weight_zero_point` I8.
   * nvfp4-pack-quantized: two fp4 codes per byte, the first in the low bits; an fp8 scale per 16 columns, to be divided
     by `weight_global_scale`.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError, parsing, printable
-from infinity.store.foreign import DTYPES, StoredParameter, StoredTensor
+from infinity.store.foreign import DTYPES, StoredParameter, StoredTensor, read_bytes
 from infinity.store.formats.coded import E2M1, Coded, Piece, expect, shaped, whole, without_activations
 from infinity.store.formats.coded_matrix import CodedMatrix, byte_numbers
 from infinity.store.formats.fp8 import scaled_fp8
@@ -114,9 +115,9 @@ def parameters(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
         if (name == weight and tensors[name].dtype not in ("I8", "F8_E4M3", "F8_E5M2")) or _is_part(name):
             continue
         with parsing(f"{tensors[name].path}: the tensors of {weight} don't fit together", "fetch or save it again"):
-            parts = {key: tensors.get(f"{weight}_{key}") for key in ("zero_point", "g_idx", "global_scale")}
+            parts = {key: tensors.get(f"{weight}_{key}") for key in ("zero_point", "g_idx", "global_scale", "shape")}
             made[weight] = _parameter(tensors[name], tensors[f"{weight}_scale"], parts, schemes)
-            for part in ("packed", "scale", "shape", *parts):
+            for part in ("packed", "scale", *parts):
                 made.pop(f"{weight}_{part}", None)
     return made
 
@@ -174,7 +175,7 @@ def _parameter(
     rows, width = expect(codes, ["I32", "I8"], *codes.shape).shape
     packed = 0
     if codes.dtype == "I32":
-        packed = _bits(schemes)
+        packed = _bits(schemes, width, parts["shape"])
         width = width * 32 // packed
     if scale.shape == (1,):
         scales = whole(scale, 1, 1)
@@ -196,9 +197,12 @@ def _parameter(
     return IntGroups((rows, width), tuple(pieces), packed, zeros is not None, order is not None)
 
 
-def _bits(schemes: list[dict[str, Any]]) -> int:
-    """Return the bits of packed integers."""
+def _bits(schemes: list[dict[str, Any]], words: int, shape: StoredTensor | None) -> int:
+    """Return the bits of packed integers: if schemes differ, those with which the columns in `shape` need `words`."""
     bits = {int(scheme["num_bits"]) for scheme in schemes if scheme.get("type", "int") == "int"}
+    if len(bits) > 1 and shape is not None:
+        _, columns = read_bytes(expect(shape, ["I64", "I32"], 2)).view(DTYPES[shape.dtype]).tolist()
+        bits = {each for each in bits if -(-columns * each // 32) == words} or bits
     if len(bits) != 1 or not bits <= {*_BITS}:
         raise ValueError(f"integers of {sorted(bits)} bits instead of only 4 or only 8")
     return bits.pop()
