@@ -105,6 +105,11 @@ class LookAhead(Generic[Unit]):
         uses = self._uses.get(unit)
         return uses[0].number if uses else None  # may be empty if an exception interrupted `_drop`
 
+    @property
+    def end(self) -> int:
+        """The number of uses in the sequence that are over or chosen."""
+        return self._first + len(self._sequence)
+
     def advance(self, place: float, now: Sequence[Use[Unit]] = ()) -> None:
         """End the uses before `place`, and replace those that are needed `now`, whose own places don't count."""
         self.place = max(self.place, place)
@@ -372,28 +377,18 @@ def in_turn(units: Sequence[Unit], *, at_once: int | None = None) -> LookAhead[U
 
 
 def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
-    """Plan what should be staged at every place of a known step, for the simulator, in one pass over it.
+    """Plan what should be staged at every place of a known step, for the simulator.
 
     After `place` uses, the groups of `uses[place : ends[place]]` should be staged. Returns `ends`, one longer than
     `uses`. It never falls, so a reader that follows it starts every read once.
     """
-    held = [0] * len(group_bytes)
+    ahead = LookAhead((Use(float(place), group) for place, group in enumerate(uses)), (group_bytes, look_ahead_bytes))
     ends = []
-    end = total_bytes = 0
-    for place, used in enumerate(uses):
-        while end < len(uses):
-            group = uses[end]
-            if not held[group]:
-                if end > place and total_bytes + group_bytes[group] > look_ahead_bytes:
-                    break
-                total_bytes += group_bytes[group]
-            held[group] += 1
-            end += 1
-        ends.append(end)
-        held[used] -= 1
-        if not held[used]:
-            total_bytes -= group_bytes[used]
-    return [*ends, len(uses)]
+    for place in range(len(uses) + 1):
+        ahead.advance(place)
+        ahead.fit()
+        ends.append(ahead.end)
+    return ends
 
 
 def cycle_read_bytes(
