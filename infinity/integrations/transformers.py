@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.extras import needs
 
@@ -27,6 +26,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.fsdp2.adapters import has_adapters
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
+from infinity.runtime.lr_schedules import is_driven_by_metric
 
 
 class InfinityTrainingArguments(TrainingArguments):
@@ -242,8 +242,8 @@ class InfinityTrainer(Trainer):
                 raise ConfigError(
                     "the scheduler belongs to an optimizer that the engine has replaced: pass the optimizer alone"
                 )
-        metric_driven = isinstance(engine.lr_scheduler, ReduceLROnPlateau)
-        self.lr_scheduler = engine.lr_scheduler if metric_driven else _SteppedByEngine(engine.lr_scheduler)
+        by_metric = is_driven_by_metric(engine.lr_scheduler)  # the Trainer steps it, after an evaluation
+        self.lr_scheduler = engine.lr_scheduler if by_metric else _SteppedByEngine(engine.lr_scheduler)
 
     def _planned_steps(self) -> int:
         """Steps of the training that may follow an evaluation."""

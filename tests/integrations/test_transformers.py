@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integ
 
 import trainer_llama
 from trainer_llama import Sentences, config_for, make_model
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from infinity import init_empty
 from infinity.errors import ConfigError
@@ -233,6 +233,29 @@ def test_autos_are_filled_from_the_arguments(nvme_path: Path, tmp_path: Path) ->
         assert max(rates) == 1e-3
     finally:
         trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("reduce_lr_on_plateau", {"threshold": 0.1, "threshold_mode": "abs"}),
+        ("greedy", {"min_lr": 1e-5}),
+    ],
+)
+def test_a_schedule_driven_by_a_metric_steps_after_evaluations(
+    kind: str, options: dict[str, Any], nvme_path: Path, tmp_path: Path
+) -> None:
+    options = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, **options}}
+    settings = {"max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **options}
+    found = []
+    for trainer in (InfinityTrainer, Trainer):
+        trained = make_trainer(nvme_path, tmp_path, kind=trainer, **settings)
+        trained.train()
+        found.append(logged({"history": trained.state.log_history[:-1]}))
+        if trainer is InfinityTrainer:
+            trained.close()
+    assert found[0] == found[1]
+    assert len({line["learning_rate"] for line in found[0]}) > 2, "it changes"
 
 
 def test_muon_from_the_config_trains_as_in_memory(nvme_path: Path, tmp_path: Path) -> None:
