@@ -63,7 +63,7 @@ class InfinityAccelerator(Accelerator):
         """Return the objects in their order, with the engine for the model."""
         models = [one for one in objects if isinstance(one, nn.Module)]
         optimizers = [one for one in objects if isinstance(one, (torch.optim.Optimizer, DummyOptim))]
-        schedules = [one for one in objects if isinstance(one, (LRScheduler, DummyScheduler))]
+        schedules = [one for one in objects if one not in [*models, *optimizers] and _is_schedule(one)]
         if len(models) + (self.engine is not None and bool(models or optimizers)) > 1 or len(optimizers) > 1:
             raise ConfigError("an InfinityAccelerator trains one model with one optimizer: make another for a second")
         if models:
@@ -83,7 +83,7 @@ class InfinityAccelerator(Accelerator):
                 prepared.append(_SteppedSchedule(engine))
             else:
                 rebind(one, engine.optimizer)
-                prepared.append(self.prepare_scheduler(one))
+                prepared.append(super().prepare(one))
         return tuple(prepared) if len(prepared) != 1 else prepared[0]
 
     def _make_engine(self, model: nn.Module, optimizers: list[Any], schedules: list[Any], objects: Any) -> Engine:
@@ -178,6 +178,12 @@ class InfinityAccelerator(Accelerator):
         if self.engine is not None:
             self.engine.close()
         super().end_training()
+
+
+def _is_schedule(one: Any) -> bool:
+    """Return True also for a schedule that is no LRScheduler, such as transformers' GreedyLR."""
+    moves = isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer) and hasattr(one, "step")
+    return moves or isinstance(one, (LRScheduler, DummyScheduler))
 
 
 class _SteppedOptimizer(AcceleratedOptimizer):

@@ -24,6 +24,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from trainer_llama import Sentences, config_for, make_model
+from transformers.optimization import GreedyLR
 
 from infinity.errors import ConfigError
 from infinity.integrations.accelerate import InfinityAccelerator
@@ -110,5 +111,19 @@ def test_optimizer_and_schedule_of_the_config_are_filled_from_the_dummies(nvme_p
             accelerator.clip_grad_norm_(engine.parameters(), 0.5)
         with pytest.raises(ConfigError, match="one model"):
             accelerator.prepare(make_model())
+    finally:
+        accelerator.end_training()
+
+
+def test_a_schedule_that_is_no_torch_class_moves_the_engine_s_rate(nvme_path: Path) -> None:
+    accelerator = InfinityAccelerator(cpu=True, config=config_for(nvme_path))
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = GreedyLR(optimizer, patience=0, factor=0.5, min_lr=1e-5)
+    engine, _, schedule = accelerator.prepare(model, optimizer, schedule)
+    try:
+        for metric in (1.0, 2.0):
+            schedule.step(metric)
+            assert engine.get_lr() == schedule.get_last_lr() == [2e-3 / metric]
     finally:
         accelerator.end_training()
