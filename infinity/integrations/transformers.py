@@ -27,6 +27,7 @@ from infinity.fsdp2.adapters import has_adapters
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
 from infinity.runtime.lr_schedules import is_driven_by_metric
+from infinity.runtime.pretrained import load_trained
 
 
 class InfinityTrainingArguments(TrainingArguments):
@@ -110,12 +111,17 @@ class InfinityTrainer(Trainer):
         """Does nothing, as the engine does not exist yet; `_prepare_for_training` loads."""
 
     def _load_best_model(self) -> None:
-        self._load(self.state.best_model_checkpoint)
+        best = self.state.best_model_checkpoint
+        if best is not None and self.args.save_only_model:
+            load_trained(self._ensure_engine(), Path(best))
+        else:
+            self._load(best)
 
     def _load(self, folder: str | None) -> None:
         if folder is None or self._ensure_engine().load_checkpoint(folder)[0] is None:
             raise CheckpointError(
-                f"{folder} holds no checkpoint of this training: name one of its checkpoint-N folders"
+                f"{folder} holds no checkpoint of this training: name one of its checkpoint-N folders, if they were saved "
+                "without save_only_model"
             )
 
     def compute_loss_context_manager(self) -> Any:

@@ -1,4 +1,4 @@
-"""`save_pretrained` for Hugging Face and PEFT models whose parameters are sharded or paged.
+"""`save_pretrained` for Hugging Face and PEFT models whose parameters are sharded or paged, and its counterpart.
 
 Hugging Face's function needs a whole state dict with memory, which paged tensors lack. So the values are first written in the
 compute dtype to safetensors in a temporary folder inside the target, group by group, and mapped into memory. (Adapters, which
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from infinity.checkpoint.model_files import SAFETENSORS_BYTES_MAX
 from infinity.checkpoint.work_folder import WorkFolder
 from infinity.errors import CheckpointError, InfinityError
 from infinity.fsdp2.adapters import models_with_adapters
-from infinity.fsdp2.materialize import SINGLE, full_tensor
+from infinity.fsdp2.materialize import SINGLE, full_tensor, load_full, load_weights, open_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
@@ -40,6 +41,33 @@ def save_as_pretrained(engine: Engine) -> None:
         if callable(getattr(module, "save_pretrained", None)):
             saving = partial(_save, weakref.ref(engine), weakref.ref(module))
             module.save_pretrained = saving  # type: ignore[assignment]
+
+
+def load_trained(engine: Engine, folder: Path) -> None:
+    """Set what is trained from the files of a model, or of PEFT's adapters, that the engine saved in `folder`; optimizer
+    state stays. A collective. Raises CheckpointError, before anything is set, for missing tensors."""
+    module: Any = engine.module
+    with engine._guard.reading(), raise_on_all_ranks(), torch.no_grad(), ExitStack() as stack:
+        reshard(module)
+        names_of = parameter_names(module)
+        if not _is_of_peft(module):
+            load_weights(module, folder, but={names[0] for p, names in names_of.items() if not p.requires_grad})
+            return
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, torch.Tensor] = {name: p for p, names in names_of.items() for name in names}
+        state |= {name: b for b, names in buffer_names(module, persistent=True).items() for name in names}
+        stored: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
+        for adapter in module.peft_config:
+            place = folder if adapter == "default" else folder / adapter
+            tensors = open_tensors(place / "adapter_model.safetensors", stack)
+            for name, tensor in get_peft_model_state_dict(module, state, adapter).items():
+                if name in tensors and tensor.requires_grad:
+                    stored[tensor] = partial(tensors[name].get_tensor, name)
+        if missing := sorted(names[0] for p, names in names_of.items() if p.requires_grad and p not in stored):
+            raise CheckpointError(f"{folder} has no values for {', '.join(missing[:5])}: PEFT has not saved them")
+        for parameter, value in stored.items():
+            load_full(parameter, value())
 
 
 def _save(

@@ -151,13 +151,13 @@ def make_trainer(
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
+        "save_strategy": "no",
         **settings,
     }
     arguments = InfinityTrainingArguments(
         output_dir=str(output),
         use_cpu=True,
         report_to=[],
-        save_strategy="no",
         deepspeed=config or config_for(nvme_path),
         **settings,
     )
@@ -181,6 +181,33 @@ def test_what_is_saved_is_what_from_pretrained_loads(nvme_path: Path, tmp_path: 
         assert again.evaluate()["eval_loss"] == before
     finally:
         again.close()
+
+
+def with_two_adapters() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed: tools/test_integration.sh transformers")
+    settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(**settings, modules_to_save=["lm_head"]))
+    model.add_adapter("other", peft.LoraConfig(**settings))
+    return model
+
+
+@pytest.mark.parametrize("make", [make_model, with_two_adapters])
+def test_the_best_model_is_loaded_from_a_folder_of_the_model_only(make: Any, nvme_path: Path, tmp_path: Path) -> None:
+    """The first evaluation is the best, as the learning rate is far too high."""
+    best = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    settings = {"max_steps": 4, "learning_rate": 1.0, "lr_scheduler_type": "constant", "save_steps": 2, **best}
+    found = []
+    for kind in (InfinityTrainer, Trainer):
+        trainer = make_trainer(
+            nvme_path, tmp_path / kind.__name__, model=make(), kind=kind, **settings, save_strategy="steps"
+        )
+        trainer.train()
+        evaluated = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+        found.append((evaluated, trainer.evaluate()["eval_loss"]))
+        if kind is InfinityTrainer:
+            trainer.close()
+    assert found[0] == found[1]
+    assert found[0][1] == min(found[0][0]) < found[0][0][-1]
 
 
 @pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
