@@ -176,7 +176,7 @@ class Routes:
         for end in range(len(common), 0, -1):
             module = modules[".".join(common[:end])]
             if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                return type(module).__name__.removeprefix("FSDP")
+                return type(module).__name__
         return None
 
     def _left(self) -> str | None:

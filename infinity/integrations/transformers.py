@@ -199,7 +199,7 @@ class InfinityTrainer(Trainer):
         """Save the files that `from_pretrained` needs besides the weights, which are `stored` in this dtype."""
         config = getattr(self.model, "config", None)
         if config is not None and not has_adapters(self.model):
-            config.architectures = [type(self.model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+            config.architectures = [type(self.model).__name__]
             config.dtype = stored
             config.save_pretrained(folder)
         for described in (getattr(self.model, "generation_config", None), self.processing_class):
@@ -285,6 +285,10 @@ class _Called:
 
     def __init__(self, forward: Callable[..., Any], model: Any) -> None:
         self._forward, self._model = forward, model
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance
+        return type(self._model)
 
     def __call__(self, **inputs: Any) -> Any:
         return self._forward(**inputs)

@@ -99,7 +99,7 @@ class DeepSpeedSurface:
         try:
             return getattr(self.module, name)
         except AttributeError as error:
-            model = type(self.module).__name__.removeprefix("FSDP")  # fully_shard renames the class
+            model = type(self.module).__name__
             raise AttributeError(
                 f"infinity's engine has no attribute {name!r}, nor has the model {model} that it trains",
                 name=name,

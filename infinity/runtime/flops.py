@@ -176,7 +176,7 @@ class FlopsProfile:
 
 
 def _kind(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # fully_shard renames the class
+    return type(module).__name__
 
 
 def _title(text: str) -> str:

@@ -318,8 +318,9 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh_of: MeshOf, wrap: Se
     def shard(module: nn.Module, reshard_after_forward: bool | int | None) -> None:
         unsharded = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
         take_from_first_rank(unsharded, compute_device(), ranks_alike(mesh))
-        policy = resolved.mixed_precision
+        name, policy = type(module).__name__, resolved.mixed_precision
         fully_shard(module, mesh=mesh_of(module), mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        type(module).__name__ = name  # which FSDP2 changes, and by which transformers picks a loss
         if resolved.paging is not None and mesh.device_type != "cpu":
             module._apply(lambda t: t.cpu() if isinstance(t, DTensor) and not t.is_meta else t)
 

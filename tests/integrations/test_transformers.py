@@ -104,17 +104,27 @@ def test_a_loss_of_a_subclass_is_computed_part_by_part(nvme_path: Path, tmp_path
     assert norms[0] == norms[1]
 
 
-def test_label_smoothing_is_applied_part_by_part(nvme_path: Path, tmp_path: Path) -> None:
+def with_two_adapters() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed: tools/test_integration.sh transformers")
+    settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(**settings, modules_to_save=["lm_head"]))
+    model.add_adapter("other", peft.LoraConfig(**settings))
+    return model
+
+
+@pytest.mark.parametrize("make", [make_model, with_two_adapters])
+def test_label_smoothing_gives_the_plain_trainers_numbers(make: Any, nvme_path: Path, tmp_path: Path) -> None:
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
-    norms = []
-    for split in (1, "auto"):
+    found = []
+    for kind, split in ((InfinityTrainer, "auto"), (InfinityTrainer, 1), (Trainer, 1)):
         config = config_for(nvme_path) | {"infinity": {"micro_batches": split}}
-        trainer = make_trainer(nvme_path, tmp_path, config=config, logging_steps=1, **settings)
+        trainer = make_trainer(nvme_path, tmp_path, model=make(), kind=kind, config=config, logging_steps=1, **settings)
         trainer.train()
-        norms.append([line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line])
-        trainer.close()
-    assert norms[0] == norms[1]
-    assert len(norms[0]) == 3
+        found.append(logged({"history": trainer.state.log_history[:-1]}))
+        if kind is InfinityTrainer:
+            trainer.close()
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 3
 
 
 def test_two_ranks_give_the_plain_trainers_losses(run: Any) -> None:
@@ -181,14 +191,6 @@ def test_what_is_saved_is_what_from_pretrained_loads(nvme_path: Path, tmp_path: 
         assert again.evaluate()["eval_loss"] == before
     finally:
         again.close()
-
-
-def with_two_adapters() -> Any:
-    peft = pytest.importorskip("peft", reason="peft is not installed: tools/test_integration.sh transformers")
-    settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
-    model = peft.get_peft_model(make_model(), peft.LoraConfig(**settings, modules_to_save=["lm_head"]))
-    model.add_adapter("other", peft.LoraConfig(**settings))
-    return model
 
 
 @pytest.mark.parametrize("make", [make_model, with_two_adapters])
