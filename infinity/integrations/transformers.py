@@ -118,7 +118,11 @@ class InfinityTrainer(Trainer):
             self._load(best)
 
     def _load(self, folder: str | None) -> None:
-        if folder is None or self._ensure_engine().load_checkpoint(folder)[0] is None:
+        """Load a checkpoint, but leave the random numbers to the Trainer, which restores them in the middle of an epoch."""
+        engine = self._ensure_engine()
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            loaded = engine.load_checkpoint(folder)[0] if folder is not None else None
+        if loaded is None:
             raise CheckpointError(
                 f"{folder} holds no checkpoint of this training: name one of its checkpoint-N folders, if they were saved "
                 "without save_only_model"

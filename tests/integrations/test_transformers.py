@@ -69,6 +69,18 @@ def test_numbers_are_the_plain_trainers_and_a_run_can_be_resumed(run: Any, tmp_p
     assert not list(nvme_path.iterdir())
 
 
+def test_a_resumed_run_has_the_batches_that_are_left(nvme_path: Path, tmp_path: Path) -> None:
+    """Groups of one length are drawn when an epoch begins, with the random numbers of that time."""
+    settings = {"train_sampling_strategy": "group_by_length", "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-4")):
+        trainer = make_trainer(nvme_path, tmp_path, logging_steps=1, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append(logged({"history": trainer.state.log_history[:-1]}))
+        trainer.close()
+    assert found[0] == found[1]
+
+
 def test_micro_batches_that_take_turns_give_the_plain_trainers_numbers(run: Any, tmp_path: Path) -> None:
     plain, ours = run("--plain", "--accumulate", "4", output="plain"), run("--split", "--accumulate", "4")
     assert logged(ours) == logged(plain)
