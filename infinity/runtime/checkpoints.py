@@ -43,8 +43,10 @@ class Checkpoints:
     """The checkpoint that is being written during training."""
 
     def save(self, save_dir: str | os.PathLike[str], tag: str, client_state: dict[str, Any], form: str | None) -> None:
-        if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
-            raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
+        if tag != Path(tag).name.strip() or tag.startswith(".") or tag == "latest":
+            raise CheckpointError(
+                f"a checkpoint tag is one folder name other than 'latest', without spaces around it, got {tag!r}"
+            )
         parts, infinity = self._parts, self._parts.resolved.config.infinity
         form, keep = form or infinity.checkpoint_format, infinity.checkpoint_keep
         if form not in ("dcp", "arena"):

@@ -230,8 +230,10 @@ def test_no_checkpoint_there(nvme_path: Path, tmp_path: Path) -> None:
             engine.save_checkpoint(None)  # type: ignore[arg-type]
         with pytest.raises(infinity.CheckpointError, match="is not a checkpoint"):
             engine.load_checkpoint(tmp_path, tag="missing")
-        with pytest.raises(infinity.CheckpointError, match="tag is one folder name"):
-            engine.save_checkpoint(tmp_path, tag="../elsewhere")
+        for tag in ("../elsewhere", " one", "one\n"):  # `latest` is read without the space around a name
+            with pytest.raises(infinity.CheckpointError, match="tag is one folder name"):
+                engine.save_checkpoint(tmp_path, tag=tag)
+        assert not list(tmp_path.iterdir())
 
 
 def test_saving_and_loading_hold_a_few_tensors_at_a_time(
