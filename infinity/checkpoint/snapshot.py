@@ -105,7 +105,7 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
                 itemsize = cut.compute_itemsize
                 if itemsize not in itemsizes:
                     raise ValueError(f"sub-group {index} can't have compute parameters of {itemsize} bytes")
-                if cut.split and not (trained and itemsize and layout.compute_dtype == "bfloat16"):
+                if cut.split and not (itemsize and layout.compute_dtype == "bfloat16"):
                     raise ValueError(f"sub-group {index} can't have split masters")
                 pieces = pieces_of(part, shards, where, at, cut.numel)
                 if part.whole and any(piece.numel != shards[piece.shard].numel for piece in pieces):

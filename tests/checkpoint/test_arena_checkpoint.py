@@ -85,6 +85,8 @@ def make(path: Path | list[str], case: Case, name: str = "", **own: Any) -> infi
     if name == "in memory":
         config["zero_optimization"] |= {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
         config["infinity"]["checkpoint_format"] = "dcp"
+    if name == "in host memory":
+        config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     torch.manual_seed(0)
     with torch.device("meta" if case.meta else "cpu"):
         model = durable_training.Model(case)
@@ -163,6 +165,22 @@ def test_it_is_put_together_where_the_state_lies_otherwise(name: str, nvme_path:
         with make(nvme_path, changed, where) as engine:
             engine.load_checkpoint(tmp_path)
             assert not differences(expected, (train(engine, END), weights(engine)))
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("in host memory", "in host memory"), ("in host memory", ""), ("", "in host memory")]
+)
+def test_frozen_parameters_in_host_memory_are_saved_and_loaded(
+    saver: str, loader: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    case = CASES["frozen parameters"]
+    with make(nvme_path, case, saver) as engine:
+        train(engine, SAVED)
+        engine.save_checkpoint(tmp_path)
+        expected: Outcome = (train(engine, END), weights(engine))
+    with make(nvme_path, case, loader) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert not differences(expected, (train(engine, END), weights(engine)))
 
 
 @pytest.mark.parametrize("format", ["arena", "dcp"])
