@@ -68,22 +68,22 @@ Part = Literal["settings", "buffers"]
 @dataclass
 class _Noted:
     """A step to commit, with the unpaged state at its end: as values, and as bytes (`stored`). late: captures the parts
-    that may still change. marks: of these, equal as long as nothing has. renewed: something has changed since the step
-    was committed."""
+    that may still change. marks: these as bytes, since a buffer's version misses writes through `.data`. renewed:
+    something has changed since the step was committed."""
 
     step: int
     training: Training
     unpaged_state: dict[str, Any]
     stored: bytes
     late: dict[Part, Callable[[], dict[str, Any]]]
-    marks: dict[Part, Any]
+    marks: dict[Part, bytes]
     renewed: bool = False
 
     def renew(self) -> None:
         """Capture changes of the late parts; an added group or buffer belongs to the next step."""
         for part, capture in self.late.items():
             values = capture()
-            if (mark := _mark(values)) != self.marks[part] and _fits(self.unpaged_state | values, self.training):
+            if (mark := encode(values)) != self.marks[part] and _fits(self.unpaged_state | values, self.training):
                 self.unpaged_state = decode(self.stored) | values
                 self.stored, self.marks[part], self.renewed = encode(self.unpaged_state), mark, True
 
@@ -124,7 +124,7 @@ class Commits:
             _check_keys(values, step)
             fits = training()
             check_unpaged_state(values, fits, self._stepped)
-            marks = {part: _mark(capture()) for part, capture in late.items()}
+            marks = {part: encode(capture()) for part, capture in late.items()}
         self._pending = self._latest = _Noted(step, fits, values, stored, dict(late), marks)
 
     def fix(self, part: Part) -> None:
@@ -444,14 +444,6 @@ def unpaged_state_of(record: Record) -> dict[str, Any]:
         raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
     _check_keys(unpaged_state, record.commit.step)
     return unpaged_state
-
-
-def _mark(part: Mapping[str, Any]) -> Any:
-    """Return a value that stays equal as long as nothing in this part of an unpaged state changes."""
-    if "buffers" not in part:
-        return encode(dict(part))
-    buffers = part["buffers"].items()
-    return {name: (b.data_ptr(), 0 if b.is_inference() else b._version) for name, b in buffers}
 
 
 def _check_keys(unpaged_state: Mapping[str, Any], step: int) -> None:

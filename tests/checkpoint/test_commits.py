@@ -44,9 +44,10 @@ def expected(path: Path, steps: int, case: Case = Case()) -> list[list[float]]: 
         return [step(engine) for _ in range(steps)]
 
 
+@pytest.mark.parametrize("through", ["itself", ".data"])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_what_is_changed_after_a_step_is_resumed_with(
-    update: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+    update: str, through: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_and_change(engine: infinity.Engine, *, until: str = "") -> list[float]:
         losses = step(engine, until=until)
@@ -54,7 +55,8 @@ def test_what_is_changed_after_a_step_is_resumed_with(
             if engine.global_steps % 2 and engine.config.infinity.durability == "step":
                 engine.commit()  # before the change
             engine.optimizer.param_groups[0]["weight_decay"] *= 0.5
-            engine.module.norm.running_mean.add_(1)  # type: ignore[union-attr]
+            mean = engine.module.norm.running_mean
+            (mean if through == "itself" else mean.data).add_(1)  # type: ignore[union-attr]
         return losses
 
     monkeypatch.setattr(training, "step", step_and_change)
