@@ -277,6 +277,8 @@ def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | 
 class _Commits:
     commits: dict[tuple[int, str], int]
     """Steps, by the identities of their commits."""
+    made_by: set[int]
+    """Numbers of ranks of the runs that made them."""
     damaged: list[str]
     others: list[str]
     began: str | None
@@ -289,6 +291,7 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
     """Return (number of the newest commit that all ranks have, None if no rank has any; identity of this launch)."""
     here = _Commits(
         {record.commit.identity: record.commit.step for record in run.records.values()},
+        {record.layout.ranks for record in run.records.values()},
         run.damaged,
         run.others,
         run.began_without_commit,
@@ -307,6 +310,12 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
         raise CheckpointError(
             f"{run.where}: {state} there, and nothing of it is overwritten: pass resume=True (--resume) to resume it, "
             "remove the folder to start a new run, or choose another infinity.run_name"
+        )
+    made_by = set.union(*(of_rank.made_by for of_rank in everywhere))
+    if made_by - {len(everywhere)}:  # some of these ranks may have a newer commit that not all ranks of the run have
+        raise CheckpointError(
+            f"the run in {run.where} was made by {max(made_by)} rank(s), and there are {len(everywhere)} now: start with as "
+            "many; a checkpoint can be loaded by any number"
         )
     if not common and resume != "must" and _never_committed(everywhere):
         return None, launch

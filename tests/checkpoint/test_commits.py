@@ -499,6 +499,37 @@ def test_the_newest_record_may_be_damaged_while_the_older_is_there(
         assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
 
 
+def test_a_resume_with_fewer_ranks_leaves_the_record_that_all_ranks_have(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill in a commit of two ranks: the first has the commits of steps 2 and 3, the other only that of 2."""
+
+    def killed(self: DurableRun, sequence: int) -> None:
+        raise Crash
+
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine), step(engine)]
+        engine.commit()
+        step(engine)
+        monkeypatch.setattr(DurableRun, "leave_one", killed)
+        engine.commit()
+    monkeypatch.undo()
+    folder = nvme_path / "infinity-durable-run"
+    written = {each: each.read_bytes() for each in folder.glob("rank0.commit-*")}
+    for each, content in written.items():
+        record = parse_record(content)
+        each.write_bytes(dataclasses.replace(record, layout=dataclasses.replace(record.layout, ranks=2)).to_bytes())
+    before = files(folder)
+    for resume in (True, "must"):
+        with pytest.raises(infinity.CheckpointError, match=r"made by 2 rank.*there are 1 now"):
+            make(nvme_path, Case(), resume=resume)
+        assert files(folder) == before and len(written) == 2
+    for each, content in written.items():
+        each.write_bytes(content) if parse_record(content).commit.step == 2 else each.unlink()
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
+
+
 def test_a_run_whose_only_record_is_damaged_is_refused(nvme_path: Path) -> None:
     with make(nvme_path, Case()) as engine:
         step(engine)

@@ -197,8 +197,8 @@ def test_a_first_commit_that_was_never_made_by_all_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = SimpleNamespace(records={}, damaged=[], others=[], began_without_commit=None, where="here")
-    mine = commits._Commits(ours, [], [], None, OF_RUN, "here", resume == "must")
-    other = commits._Commits(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
+    mine = commits._Commits(ours, {2} if ours else set(), [], [], None, OF_RUN, "here", resume == "must")
+    other = commits._Commits(theirs, {2} if theirs else set(), damaged, [], began, OF_RUN, "there", resume == "must")
     monkeypatch.setattr(commits, "from_all_ranks", lambda _: [mine, other])
     if restarted:
         assert commits._agree(run, resume) == (None, OF_RUN)  # type: ignore[arg-type]
