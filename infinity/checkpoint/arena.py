@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint.checks import check_same_model, failing_as, refusing, verify
-from infinity.checkpoint.commits import order_of_groups, record_of
+from infinity.checkpoint.commits import check_same_groups, record_of
 from infinity.checkpoint.draft import Draft, manifest_of
 from infinity.checkpoint.manifest import Manifest, stored_file
 from infinity.checkpoint.snapshot import Snapshot
@@ -284,13 +284,9 @@ def _check_fits(
     except CheckpointError as error:
         raise CheckpointError(f"in {stored.path}, {error}") from None
     names_of = parameter_names(model)
-    groups = [[names_of[p][0] for p in group["params"]] for group in optimizer.param_groups]
-    saved = len(unpaged_state["param_groups"])
-    if saved != len(groups) or order_of_groups(unpaged_state, groups) is None:
-        raise CheckpointError(
-            f"{stored.path} was saved with {saved} parameter groups, and the optimizer has {len(groups)}, or other parameters "
-            "in one of them: create the same groups, in any order"
-        )
+    check_same_groups(
+        stored.path, unpaged_state, [[names_of[p][0] for p in group["params"]] for group in optimizer.param_groups]
+    )
 
 
 def _copy_back(state: RankState, swap: SwapManager) -> None:

@@ -27,6 +27,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -417,6 +418,17 @@ def order_of_groups(training_state: Mapping[str, Any], groups: Sequence[Sequence
         left.remove(place)
         order.append(place)
     return None if left else order
+
+
+def check_same_groups(path: Path, training_state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> list[int]:
+    """Return the order of these parameter groups in a checkpoint. Raises CheckpointError if it has others."""
+    saved, order = len(training_state["param_groups"]), order_of_groups(training_state, groups)
+    if saved != len(groups) or order is None:
+        raise CheckpointError(
+            f"{path} was saved with {saved} parameter groups, and the optimizer has {len(groups)}, or other parameters in one "
+            "of them: create the same groups, in any order"
+        )
+    return order
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:

@@ -21,17 +21,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint import model_files
 from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, failing_as, refusing, verify
+from infinity.checkpoint.commits import check_same_groups
 from infinity.checkpoint.dcp_storage import Planner, Reader, Writer, cause_of
 from infinity.checkpoint.draft import Draft, manifest_of
 from infinity.checkpoint.manifest import others, stored_file
 from infinity.checkpoint.model_files import ModelFiles
 from infinity.checkpoint.training_state import RANDOM_STATES, decode, encode
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, parsing
 from infinity.fsdp2.materialize import named_full_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
@@ -41,6 +43,11 @@ from infinity.store.files import open_regular, write_durably
 from infinity.swap.paged_tensor import PagedTensor
 
 _T = TypeVar("_T")
+
+_GROUPS = "optimizer.param_groups."
+"""Begins the keys of the settings of parameter groups."""
+_SETTING_NUMEL_MAX = 1 << 16
+"""Largest tensor that is read as such a setting: a learning rate has one element."""
 
 
 def save(
@@ -111,8 +118,16 @@ def load(
         reset(model)  # gathered values would be stale afterwards
         state = _state_of(model, optimizer)
     tensors = _with_stages(state, pipe)
+    names = parameter_names(model)
+    ours = [group["params"] for group in state["optimizer"].pop("param_groups")]
+    frozen = {name for of in _of_stages([n[0] for p, n in names.items() if not p.requires_grad], pipe) for name in of}
     with raise_on_all_ranks():
         training_state = _check(path, tensors, everything=verified)
+    groups = _read_groups(path)
+    with raise_on_all_ranks():
+        theirs = [group.pop("params") for group in groups]
+        trained = [[[name for name in g if name not in frozen] for g in groups_of] for groups_of in (theirs, ours)]
+        order = check_same_groups(path, {"param_groups": groups, "group_names": trained[0]}, trained[1])
     begin()
     for moment in (value for values in optimizer.state.values() for value in values.values()):
         if isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor):
@@ -121,13 +136,14 @@ def load(
     with raise_on_all_ranks():
         if failure is not None:
             raise damaged(path, failure)
-    for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
-        group.update(saved)
-    for parameter, names in parameter_names(model).items():
+    for group, place in zip(optimizer.param_groups, order, strict=True):
+        group.update(groups[place])
+        theirs[place] = [names[p][0] for p in group["params"]]
+    for parameter, all_names in names.items():
         if "step" in optimizer.state.get(parameter, {}):  # moments were loaded in place
-            steps = state["optimizer"]["state"][names[0]]["step"]
+            steps = state["optimizer"]["state"][all_names[0]]["step"]
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(steps))
-    return training_state
+    return training_state | {"group_names": theirs}
 
 
 def save_16bit(
@@ -202,7 +218,8 @@ def _with_stages(state: dict[str, Any], pipe: dist.ProcessGroup | None) -> dict[
     state["optimizer"]["param_groups"] = [
         {**g[0], "params": [*dict.fromkeys(name for one in g for name in one["params"])]} for g in groups
     ]
-    tensors = {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
+    values = flatten_state_dict(state)[0].items()
+    tensors = {k: v for k, v in values if isinstance(v, torch.Tensor) and not k.startswith(_GROUPS)}
     here = {key: (tuple(tensor.shape), tensor.numel() * tensor.itemsize) for key, tensor in tensors.items()}
     return {key: described for of_stage in _of_stages(here, pipe) for key, described in of_stage.items()}
 
@@ -247,21 +264,38 @@ def _check(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], int]], *, ev
     if not {"global_steps", "lr_scheduler", "client_state"} <= training_state.keys():
         raise damaged(file, "it holds something else")
     try:
-        stored = {key: tuple(tensor.size) for key, tensor in Reader(path).tensors().items()}
+        stored = {k: tuple(t.size) for k, t in Reader(path).tensors().items() if not k.startswith(_GROUPS)}
     except CheckpointError as error:
         raise CheckpointError(f"{error}: {others(path.parent, but=path.name)}") from None
     check_same_model(path, {key: shape for key, (shape, _) in tensors.items()}, stored)
     return {key: value for key, value in training_state.items() if is_own or key not in RANDOM_STATES}
 
 
-def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the loaded hyper-parameters in the order of the optimizer's groups (DCP stores them by parameter name)."""
-    names = parameter_names(model)
-    groups = state["optimizer"]["param_groups"]
-    by_name = {name: group for group in groups for name in group["params"]}
-    empty = iter([group for group in groups if not group["params"]])
-    loaded = []
-    for group in optimizer.param_groups:
-        saved = by_name[names[group["params"][0]][0]] if group["params"] else next(empty, {})
-        loaded.append({key: value for key, value in saved.items() if key != "params"})
-    return loaded
+def _read_groups(path: Path) -> list[dict[str, Any]]:
+    """Return the parameter groups of a checkpoint as they are stored, with names of parameters. A collective. Raises
+    CheckpointError on every rank."""
+    reader = Reader(path)
+    values: dict[str, Any] = {}
+    with raise_on_all_ranks(), parsing(f"{path} is damaged", "load another checkpoint"):
+        for key, entry in reader.read_metadata().state_dict_metadata.items():
+            if key.startswith(_GROUPS):
+                values[key.removeprefix(_GROUPS)] = None
+                if isinstance(entry, TensorStorageMetadata):
+                    if entry.size.numel() > _SETTING_NUMEL_MAX:
+                        raise ValueError(f"{key} has {entry.size.numel()} elements")
+                    values[key.removeprefix(_GROUPS)] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    state = {"optimizer": {"param_groups": values}}
+    failure = _failure_of(partial(dcp.load, state, storage_reader=reader, planner=Planner()))
+    with raise_on_all_ranks(), parsing(f"{path} is damaged", "load another checkpoint"):
+        if failure is not None:
+            raise damaged(path, failure)
+        groups: list[dict[str, Any]] = [{} for _ in {key.split(".")[0] for key in values}]
+        for key, value in values.items():
+            number, *outer, last = key.split(".")
+            inner = groups[int(number)]
+            for part in outer:  # a setting that is a dict
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        for group in groups:
+            group["params"] = [str(name) for name in group["params"]]
+    return groups

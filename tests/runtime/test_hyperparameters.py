@@ -72,7 +72,7 @@ def test_parameter_groups_may_come_in_another_order(
 ) -> None:
     durability = "step" if way == "resume" else "none"
 
-    def made(path: Path, order: int = 1, moved: int = 0, **given: Any) -> infinity.Engine:
+    def made(path: Path, order: int = 1, moved: int = 0, count: int = 2, **given: Any) -> infinity.Engine:
         torch.manual_seed(0)
         model = training.Model(CASE)
         parameters = sorted(model.parameters(), key=lambda parameter: -parameter.dim())
@@ -81,6 +81,7 @@ def test_parameter_groups_may_come_in_another_order(
             {"params": parameters[:cut], "lr": 1e-2, "weight_decay": 0.3},
             {"params": parameters[cut:], "lr": 1e-3, "weight_decay": 0.0},
         ]
+        groups = groups if count == 2 else [{"params": parameters}]
         config = training.config(path, CASE, durability=durability)
         del config["scheduler"]
         schedule = lambda optimizer: LambdaLR(optimizer, lambda step: 0.7**step)  # noqa: E731
@@ -99,18 +100,57 @@ def test_parameter_groups_may_come_in_another_order(
     if way == "resume":
         with pytest.raises(infinity.CheckpointError, match="other parameter groups"):
             made(nvme_path / "turned", moved=1, resume=True)
-    elif way == "arena":
-        with (
-            made(nvme_path / "other", moved=1) as engine,
-            pytest.raises(infinity.CheckpointError, match="in any order"),
-        ):
-            engine.load_checkpoint(nvme_path / "checkpoints")
+    for other in ({"moved": 1}, {"count": 1}) if way != "resume" else ():
+        with made(nvme_path / "other", **other) as engine:
+            with pytest.raises(infinity.CheckpointError, match="in any order"):
+                engine.load_checkpoint(nvme_path / "checkpoints")
+            step(engine)  # nothing was changed
     with made(nvme_path / "turned", order=-1, resume=way == "resume") as engine:
         if way != "resume":
             engine.load_checkpoint(nvme_path / "checkpoints")
         assert [step(engine), step(engine)] == losses[STEPS:]
         assert all(value.equal(expected[name]) for name, value in weights(engine).items())
     assert not [each for each in caplog.records if "hyper-parameters" in each.getMessage()]
+
+
+@pytest.mark.parametrize("scheduled", ["before the save", "after the load"])
+@pytest.mark.parametrize(("way", "device"), [("dcp", "nvme"), ("arena", "nvme"), ("dcp", "none")])
+def test_settings_that_only_the_checkpoint_or_only_the_training_has_do_no_harm(
+    way: str, device: str, scheduled: str, nvme_path: Path
+) -> None:
+    """A schedule adds initial_lr to the groups."""
+
+    def schedule(optimizer: Any) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: 0.7**step)
+
+    def made(path: Path, now: str) -> infinity.Engine:
+        torch.manual_seed(0)
+        config = training.config(path, CASE, durability="none")
+        del config["scheduler"]
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part] |= {"device": device}
+        lr_scheduler = schedule if scheduled == now else lambda _: None
+        return infinity.initialize(model=training.Model(CASE), config=config, lr_scheduler=lr_scheduler)[0]
+
+    with made(nvme_path / "one", "before the save") as engine:
+        for _ in range(STEPS):
+            step(engine)
+        (group,) = engine.optimizer.param_groups
+        group["of mine"] = {"some": [1, 2], "more": {"a": None}}
+        engine.save_checkpoint(nvme_path / "checkpoints", format=way)
+        if scheduled == "before the save":
+            engine.lr_scheduler.step = lambda: None  # type: ignore[union-attr, method-assign]
+            expected = [(step(engine), engine.get_lr()) for _ in range(3)]
+        else:
+            added, expected = schedule(engine.optimizer), []
+            for _ in range(3):
+                losses = step(engine)
+                added.step()
+                expected.append((losses, engine.get_lr()))
+    with made(nvme_path / "two", "after the load") as engine:
+        engine.load_checkpoint(nvme_path / "checkpoints")
+        assert engine.optimizer.param_groups[0]["of mine"] == group["of mine"]
+        assert [(step(engine), engine.get_lr()) for _ in range(3)] == expected
 
 
 @WAYS
