@@ -219,7 +219,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     swap: SwapManager | None,
-    begin: Callable[[], None],
+    begin: Callable[[dict[str, Any]], None],
     *,
     verified: bool = True,
 ) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def load(
             verify(path, (), everything=verified)
             reset(model)  # gathered values would be stale afterwards
             _check_fits(stored, unpaged_state, model, optimizer)
-        begin()
+        begin(unpaged_state)
         with raise_on_all_ranks():
             same = stored.with_layout(swap.paging.arena_layout) if swap is not None else None
             if swap is not None and same is not None:

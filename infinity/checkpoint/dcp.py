@@ -101,15 +101,16 @@ def load(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    begin: Callable[[], None],
+    begin: Callable[[dict[str, Any]], None],
     *,
     verified: bool = True,
     pipe: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the optimizer, whose state must exist. A collective.
 
-    begin: called before the first value changes; failures before that change nothing. verified: first read every file,
-    each rank a part of them, and compare its hash with the manifest. Parsed files are always compared. pipe: as for `save`.
+    begin: called with the training state before the first value changes; failures until then change nothing. verified:
+    first read every file, each rank a part of them, and compare its hash with the manifest. Parsed files are always
+    compared. pipe: as for `save`.
 
     Returns this rank's training state (for a rank that did not exist then, rank 0's without its random states). Raises
     CheckpointError on every rank if the checkpoint is damaged (names a file) or another model's (names tensors).
@@ -128,7 +129,10 @@ def load(
         theirs = [group.pop("params") for group in groups]
         trained = [[[name for name in g if name not in frozen] for g in groups_of] for groups_of in (theirs, ours)]
         order = check_same_groups(path, {"param_groups": groups, "group_names": trained[0]}, trained[1])
-    begin()
+        for group, place in zip(optimizer.param_groups, order, strict=True):
+            theirs[place] = [names[p][0] for p in group["params"]]
+        training_state["group_names"] = theirs
+    begin(training_state)
     for moment in (value for values in optimizer.state.values() for value in values.values()):
         if isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor):
             moment._local_tensor.forget_codes()
@@ -138,12 +142,11 @@ def load(
             raise damaged(path, failure)
     for group, place in zip(optimizer.param_groups, order, strict=True):
         group.update(groups[place])
-        theirs[place] = [names[p][0] for p in group["params"]]
     for parameter, all_names in names.items():
         if "step" in optimizer.state.get(parameter, {}):  # moments were loaded in place
             steps = state["optimizer"]["state"][all_names[0]]["step"]
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(steps))
-    return training_state | {"group_names": theirs}
+    return training_state
 
 
 def save_16bit(

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,12 @@ class Checkpoints:
         parts.commits.try_to_make()  # keeps the last step if loading fails
         parts.updater.init_state()
         self._guard.discard_step()
-        begin = partial(parts.health.tear, "loading a checkpoint")  # until all values are set
+
+        def begin(training_state: dict[str, Any]) -> None:
+            with raise_on_all_ranks():
+                self._state.check_training(training_state, schedule=schedule)
+            parts.health.tear("loading a checkpoint")  # until all values are set
+
         if is_arena_checkpoint(path):
             stored = arena.load(path, parts.module, parts.optimizer, parts.swap, begin, verified=verify)
             self._state.restore_unpaged(stored)

@@ -57,14 +57,21 @@ class EngineState:
             training_state["rng_device"] = torch.cuda.get_rng_state()
         return training_state
 
+    def check_training(self, training_state: dict[str, Any], *, schedule: bool) -> None:
+        """Raise CheckpointError if `restore_training` would."""
+        training_state = in_order_of(self._group_names, training_state)
+        if schedule and self._parts.lr_scheduler is not None:
+            self._hyperparameters.can_load_schedule(training_state)
+
     def restore_training(self, training_state: dict[str, Any], *, schedule: bool = True) -> None:
         """Set a training state; that of the learning-rate schedule only if `schedule`."""
+        self.check_training(training_state, schedule=schedule)
         training_state = in_order_of(self._group_names, training_state)
         self._progress.resume(training_state["global_steps"], training_state.get("skipped_steps", 0))
         self._loss_scale.load_state_dict(training_state.get("loss_scale", {}))
         self._loss_scale.show_on(self._parts.optimizer)
         scheduler = self._parts.lr_scheduler
-        if schedule and scheduler is not None and training_state["lr_scheduler"] is not None:
+        if schedule and scheduler is not None and self._hyperparameters.can_load_schedule(training_state):
             scheduler.load_state_dict(training_state["lr_scheduler"])
         self._hyperparameters.settle(training_state, schedule=schedule)
         if "rng" in training_state:

@@ -11,6 +11,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -87,6 +88,24 @@ class Hyperparameters:
         }
         """The settings that count: see [Note: The settings of the run]."""
 
+    def can_load_schedule(self, training_state: Mapping[str, Any]) -> bool:
+        """Return False if `training_state` has no schedule, or has one of another kind and the config's counts. Raises
+        CheckpointError if it has one of another kind and the run's counts."""
+        state, ours = training_state["lr_scheduler"], self._schedule_state
+        if state is None or ours is None:
+            return state is not None
+        run, kind = training_state.get("hyperparameters"), _kind_of_schedule(self._schedule)
+        theirs = run["schedule"]["kind"] if run is not None else "none"
+        if theirs == "none":  # one that was set later, or an older or imported state: only its parts tell
+            theirs = "another one" if {"lr_lambdas", "_schedulers"} & ours.keys() - state.keys() else kind
+        if theirs != kind and self._whose == "run":
+            raise CheckpointError(
+                f"the run's learning-rate schedule was {theirs}, and the config has {kind}, which can't take over its state: "
+                "use the run's schedule; infinity.resume_hyperparameters \"config\" lets the config's settings count, and "
+                "load_checkpoint(..., load_lr_scheduler_states=False) leaves the schedule as it is"
+            )
+        return bool(theirs == kind)
+
     def settle(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
         """Log on rank 0 which settings of the config differ from those in `training_state`, to which the optimizer and, if
         `schedule`, the schedule have just been set. Set the config's again if they count."""
@@ -103,7 +122,8 @@ class Hyperparameters:
             else:
                 log.info("the config's hyper-parameters count, and the run had others: %s", changed)
         if self._whose == "run":
-            self.of_run = self.of_run | run
+            loaded = schedule and self._schedule is not None and training_state["lr_scheduler"] is not None
+            self.of_run = self.of_run | run | ({} if loaded else {"schedule": self.of_run["schedule"]})
         else:
             self._use_config(training_state, schedule=schedule)
 
@@ -113,7 +133,7 @@ class Hyperparameters:
             group.update(copy.deepcopy(configured))
         if self._schedule is None or self._schedule_state is None or not schedule:
             return
-        reached = training_state.get("lr_scheduler") or {}
+        reached = training_state["lr_scheduler"] if self.can_load_schedule(training_state) else {}
         if isinstance(self._schedule, ReduceLROnPlateau):
             counted = {key: value for key, value in reached.items() if key in _PROGRESS}
             self._schedule.load_state_dict(self._schedule_state | counted)
@@ -146,7 +166,14 @@ def _schedule_settings(schedule: Any) -> dict[str, Any]:
     if schedule is None:
         return {"kind": "none"}
     settings = {k: _plain(v) for k, v in schedule.state_dict().items() if not k.startswith("_") and k not in _PROGRESS}
-    return settings | {"kind": type(schedule).__name__}
+    return settings | {"kind": _kind_of_schedule(schedule)}
+
+
+def _kind_of_schedule(schedule: Any) -> str:
+    """Return the type of a schedule or of a callable in one, and those of its parts that have a state of their own."""
+    lambdas = {type(f).__name__ for f in getattr(schedule, "lr_lambdas", ()) if not isinstance(f, FunctionType)}
+    parts = [*map(_kind_of_schedule, getattr(schedule, "_schedulers", ())), *sorted(lambdas)]
+    return type(schedule).__name__ + (f" of {', '.join(parts)}" if parts else "")
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ import durable_training as training
 import pytest
 import torch
 from durable_training import Case, step, weights
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, SequentialLR
 
 import infinity
 
@@ -21,19 +21,25 @@ CHANGED = {"weight_decay": 0.3, "warmup_max_lr": 3e-2}
 STEPS = 2
 
 
-def make(path: Path, told: dict[str, float], *, resume: Any = False, **own: Any) -> infinity.Engine:
+def make(path: Path, told: dict[str, Any], *, resume: Any = False, **own: Any) -> infinity.Engine:
     training.torch.manual_seed(0)
     config = training.config(path, CASE, **own)
+    if "schedule" in told:
+        config["scheduler"] = told["schedule"] if isinstance(told["schedule"], dict) else None
+        made = told["schedule"] if callable(told["schedule"]) else None
+        return infinity.initialize(model=training.Model(CASE), config=config, lr_scheduler=made, resume=resume)[0]
     config["optimizer"] = {"type": "AdamW", "params": {"weight_decay": told["weight_decay"]}}
     schedule = {"warmup_max_lr": told["warmup_max_lr"], "warmup_num_steps": 4}
     config["scheduler"] = {"type": "WarmupLR", "params": schedule}
     return infinity.initialize(model=training.Model(CASE), config=config, resume=resume)[0]
 
 
-def gone_on(way: str, path: Path, told: dict[str, float], **own: Any) -> infinity.Engine:
+def gone_on(
+    way: str, path: Path, told: dict[str, Any], original: dict[str, Any] = ORIGINAL, **own: Any
+) -> infinity.Engine:
     """After STEPS of a training with the original settings, start another one with the given ones."""
     durability = "step" if way == "resume" else "none"
-    with make(path, ORIGINAL, durability=durability) as engine:
+    with make(path, original, durability=durability) as engine:
         for _ in range(STEPS):
             step(engine)
         if way != "resume":
@@ -163,6 +169,71 @@ def test_the_settings_of_the_config_count_where_that_is_asked(way: str, nvme_pat
     with gone_on(way, nvme_path / "changed", CHANGED, resume_hyperparameters="config") as engine:
         (group,) = engine.optimizer.param_groups
         assert group["weight_decay"] == CHANGED["weight_decay"]
+        assert engine.get_lr() == rates[STEPS - 1]
+        step(engine)
+        assert engine.get_lr() == rates[STEPS]
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
+COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}}
+
+
+def annealed(optimizer: Any) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, T_max=9)
+
+
+def in_turn(*schedules: Any) -> Any:
+    return lambda optimizer: SequentialLR(optimizer, [made(optimizer) for made in schedules], milestones=[1])
+
+
+@pytest.mark.parametrize(
+    ("original", "changed", "had", "has"),
+    [
+        (WARMUP, COSINE, "AbsoluteLR of WarmupRate", "LambdaLR of WarmupCosineRatio"),
+        (annealed, WARMUP, "CosineAnnealingLR", "AbsoluteLR of WarmupRate"),
+        (WARMUP, annealed, "AbsoluteLR of WarmupRate", "CosineAnnealingLR"),
+        (
+            in_turn(ConstantLR, annealed),
+            in_turn(ConstantLR, ConstantLR),
+            "SequentialLR of ConstantLR, CosineAnnealingLR",
+            "SequentialLR of ConstantLR, ConstantLR",
+        ),
+    ],
+)
+@WAYS
+def test_the_state_of_another_schedule_is_refused_or_left_out(
+    way: str, original: Any, changed: Any, had: str, has: str, nvme_path: Path
+) -> None:
+    durability = "step" if way == "resume" else "none"
+    before, after = {"schedule": original}, {"schedule": changed}
+    with make(nvme_path / "whole", before, durability="none") as engine:
+        losses = [step(engine) for _ in range(STEPS + 1)]
+    with make(nvme_path / "rates", after, durability="none") as engine:
+        rates = [(step(engine), engine.get_lr())[1] for _ in range(STEPS + 1)]
+    words = rf'was {had}, and the config has {has},.*resume_hyperparameters "config"'
+    path = nvme_path / "run"
+    if way == "resume":
+        gone_on(way, path, before, before).close()
+        with pytest.raises(infinity.CheckpointError, match=words):
+            make(path, after, resume=True, durability=durability)
+        with make(path, before, resume=True, durability=durability) as engine:
+            assert step(engine) == losses[STEPS]
+    else:
+        with pytest.raises(infinity.CheckpointError, match=words):
+            gone_on(way, path, after, before)
+        with make(path, after, durability=durability) as engine:
+            assert step(engine) == losses[0]
+            with pytest.raises(infinity.CheckpointError, match=words):
+                engine.load_checkpoint(path / "checkpoints")
+            step(engine)
+            assert engine.get_lr() == rates[1]  # nothing was changed
+            engine.load_checkpoint(path / "checkpoints", load_lr_scheduler_states=False)
+            step(engine)
+            rate = engine.get_lr()
+            engine.save_checkpoint(path / "more", format=way)
+            engine.load_checkpoint(path / "more")
+            assert engine.get_lr() == rate
+    with gone_on(way, nvme_path / "config", after, before, resume_hyperparameters="config") as engine:
         assert engine.get_lr() == rates[STEPS - 1]
         step(engine)
         assert engine.get_lr() == rates[STEPS]
