@@ -69,6 +69,8 @@ def save(
     draft = Draft(directory, tag)
     state = _state_of(model, optimizer)
     tensors = _with_stages(state, pipe)
+    unstepped = [names for of_stage in _of_stages(training_state["unstepped"], pipe) for names in of_stage]
+    training_state = training_state | {"unstepped": unstepped}
     manifests = _of_stages(manifest_of(model, training_state["global_steps"], tag, "dcp"), pipe)
     manifest = replace(
         manifests[0],

@@ -22,6 +22,8 @@ from infinity.store.files import parse_json
 RANDOM_STATES = frozenset({"rng", "rng_device"})
 """Keys that a new rank does not take from another rank."""
 _NAMES, _VALUES = "names", "values"
+_NAMES_OF_GROUPS = frozenset({"group_names", "unstepped"})
+"""Keys of names of parameters, by parameter group."""
 
 
 def encode(training_state: dict[str, Any]) -> bytes:
@@ -54,18 +56,18 @@ def _packed(training_state: Mapping[str, Any]) -> dict[str, Any]:
     packed = dict(training_state)
     if steps := training_state.get("steps"):
         packed["steps"] = {_NAMES: json.dumps([*steps]), _VALUES: torch.stack([*steps.values()])}
-    if "group_names" in training_state:
-        packed["group_names"] = json.dumps(training_state["group_names"])
+    packed |= {key: json.dumps(training_state[key]) for key in _NAMES_OF_GROUPS & training_state.keys()}
     return packed
 
 
 def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
-    steps, groups = state.get("steps"), state.get("group_names")
+    steps = state.get("steps")
     if isinstance(steps, dict) and isinstance(steps.get(_NAMES), str):
         names, values = parse_json(list[str], steps[_NAMES]), steps.get(_VALUES)
         if not isinstance(values, torch.Tensor) or values.shape != (len(names),):
             raise ValueError(f"it has no number of steps for each of {len(names)} parameters")
         state["steps"] = {name: value.clone() for name, value in zip(names, values.unbind(), strict=True)}
-    if isinstance(groups, str):
-        state["group_names"] = parse_json(list[list[str]], groups)
+    for key in _NAMES_OF_GROUPS & state.keys():
+        if isinstance(state[key], str):
+            state[key] = parse_json(list[list[str]], state[key])
     return state

@@ -68,7 +68,7 @@ class Stepper:
     """
 
     def __init__(self, like: torch.optim.Optimizer) -> None:
-        self._like = _bare(like, [])  # so that this object keeps no parameters alive
+        self._like = bare(like, [])  # so that this object keeps no parameters alive
         self.kind = type(like).__name__
         self._begins_with_state = bool(like.state)
         self.defaults: dict[str, Any] = dict(like.defaults)
@@ -108,7 +108,7 @@ class Stepper:
         steps taken, and stay unchanged. `first`: no step was taken, so the moments' values are ignored.
         """
         groups = [{**dict(settings.values), "params": masters}]
-        worker = self._begin(groups) if first else _bare(self._like, groups)
+        worker = self._begin(groups) if first else bare(self._like, groups)
         for master, grad, state, step in zip(masters, grads, moments, steps, strict=True):
             master.grad = grad
             if not first:
@@ -125,7 +125,7 @@ class Stepper:
     def _begin(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return an optimizer before its first step, with its initial state, which some optimizers have."""
         if not self._begins_with_state:
-            return _bare(self._like, groups)
+            return bare(self._like, groups)
         kind: Any = type(self._like)
         known = inspect.signature(kind).parameters
         made: torch.optim.Optimizer = kind(groups, **{k: v for k, v in self.defaults.items() if k in known})
@@ -189,7 +189,7 @@ class Stepper:
         return None
 
 
-def _bare(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def bare(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the same optimizer over other parameters, without state and without step hooks."""
     worker = object.__new__(type(like))
     worker.__dict__.update(like.__dict__)

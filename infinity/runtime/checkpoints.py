@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.runtime.engine_state import EngineState
+from infinity.runtime.in_memory import InMemory
 from infinity.runtime.parts import Parts
 from infinity.runtime.pass_guard import PassGuard
 from infinity.runtime.resolved import compute_device
@@ -70,15 +72,22 @@ class Checkpoints:
         self.finish()
         with raise_on_all_ranks():
             self._guard.check_between_steps()
-        parts.updater.init_state()
-        parts.commits.make()
-        if swap is not None:
-            with raise_on_all_ranks():
-                unpaged_state = self._state.capture_unpaged(client_state)
-            self.saving = arena.start(save_dir, tag, parts.module, swap, unpaged_state, keep=keep)
-        else:
-            training_state = self._state.capture_training(client_state)
-            dcp.save(save_dir, tag, parts.module, parts.optimizer, training_state, keep=keep, pipe=parts.grid.pipe)
+        with contextlib.ExitStack() as after:
+            self._init_state(after)
+            parts.commits.make()
+            if swap is not None:
+                with raise_on_all_ranks():
+                    unpaged_state = self._state.capture_unpaged(client_state)
+                self.saving = arena.start(save_dir, tag, parts.module, swap, unpaged_state, keep=keep)
+            else:
+                state = self._state.capture_training(client_state)
+                dcp.save(save_dir, tag, parts.module, parts.optimizer, state, keep=keep, pipe=parts.grid.pipe)
+
+    def _init_state(self, after: contextlib.ExitStack) -> None:
+        """Make the state that the optimizer would make at a first step. `after`: drops it again, unless it is paged."""
+        if isinstance(self._parts.updater, InMemory):
+            after.callback(self._parts.updater.drop_made)
+        self._parts.updater.init_state()
 
     def finish(self) -> None:
         saving, self.saving = self.saving, None
@@ -110,21 +119,24 @@ class Checkpoints:
         if parts.grid.pipe is not None and is_arena_checkpoint(path):
             raise ConfigError(f'{path} has the format "arena", for a whole model: save with "dcp" to load it in stages')
         parts.commits.try_to_make()  # keeps the last step if loading fails
-        parts.updater.init_state()
-        self._guard.discard_step()
 
         def begin(training_state: dict[str, Any]) -> None:
             with raise_on_all_ranks():
                 self._state.check_training(training_state, schedule=schedule)
             parts.health.tear("loading a checkpoint")  # until all values are set
 
-        if is_arena_checkpoint(path):
-            stored = arena.load(path, parts.module, parts.optimizer, parts.swap, begin, verified=verify)
-            self._state.restore_unpaged(stored)
-        else:
-            stored = dcp.load(path, parts.module, parts.optimizer, begin, verified=verify, pipe=parts.grid.pipe)
-        self._state.restore_training(stored, schedule=schedule)
+        with contextlib.ExitStack() as undo:
+            self._init_state(undo)
+            self._guard.discard_step()
+            if is_arena_checkpoint(path):
+                stored = arena.load(path, parts.module, parts.optimizer, parts.swap, begin, verified=verify)
+                self._state.restore_unpaged(stored)
+            else:
+                stored = dcp.load(path, parts.module, parts.optimizer, begin, verified=verify, pipe=parts.grid.pipe)
+            self._state.restore_training(stored, schedule=schedule)
+            undo.pop_all()
         parts.health.mend()
+        self._state.drop_unstepped(stored)
         return str(path), stored["client_state"]
 
     # The weights alone.

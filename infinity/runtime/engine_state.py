@@ -15,6 +15,7 @@ from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters, in_order_of
+from infinity.runtime.in_memory import InMemory
 from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.observe import StepProgress
 from infinity.runtime.parts import Parts
@@ -42,14 +43,33 @@ class EngineState:
         groups = self._parts.optimizer.param_groups
         return [[self._names[p] for p in group["params"] if p in self._names] for group in groups]
 
+    @property
+    def _unstepped(self) -> set[str]:
+        """Names of the parameters that have not stepped: a checkpoint has state of them, but their first step makes it."""
+        updater, swap = self._parts.updater, self._parts.swap
+        if isinstance(updater, InMemory):
+            return {self._names[parameter] for parameter in updater.made}
+        return {shard.name for shard in swap.paged.shards if not shard.stepped} if swap is not None else set()
+
+    def drop_unstepped(self, training_state: dict[str, Any]) -> None:
+        """Remove the state of the parameters that had not stepped when `training_state` was captured."""
+        unstepped = {name for names in training_state.get("unstepped", ()) for name in names}
+        for parameter, names in parameter_names(self._parts.module).items():
+            if names[0] in unstepped:
+                self._parts.optimizer.state.pop(parameter, None)
+        if not isinstance(self._parts.updater, InMemory):
+            self._parts.updater.init_state()
+
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """Return the training state as it is now."""
+        unstepped = self._unstepped
         training_state = {
             "global_steps": self._progress.global_steps,
             "skipped_steps": self._progress.skipped_steps,
             "client_state": client_state,
             "hyperparameters": self._hyperparameters.of_run,
             "group_names": self._group_names,
+            "unstepped": [[name for name in names if name in unstepped] for names in self._group_names],
             "rng": torch.get_rng_state(),
             **self._capture_schedule(),
         }

@@ -7,18 +7,20 @@ same methods, for a model without them. Training thread only.
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from infinity.checkpoint.commits import Part
 from infinity.device import SetAside
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import local_of
+from infinity.optim.hosted import bare
 from infinity.runtime.loss_scale import Scalar
 from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.health import ModelHealth
@@ -36,6 +38,8 @@ class InMemory:
         self._module, self._optimizer = module, optimizer
         self.health = health = ModelHealth()
         self._aside = SetAside(())
+        self.made: list[nn.Parameter] = []
+        """Parameters whose state `init_state` has made, because they have not stepped."""
         optimizer.register_load_state_dict_post_hook(lambda _: health.mend())
 
     # Methods of a paged optimizer.
@@ -60,23 +64,28 @@ class InMemory:
     def discard(self) -> None: ...
 
     def init_state(self) -> None:
-        """Create the state of every parameter, as its first step would, without a step: a checkpoint has all of it."""
-        optimizer, state = self._optimizer, self._optimizer.state
-        if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
-            if not state:
-                get_optimizer_state_dict(self._module, optimizer)  # takes a step that changes nothing
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(optimizer, torch.optim.SGD):
-                    entry = state[parameter]  # exists, even if empty, or torch would take a step to create it
-                    if parameter.requires_grad and group["momentum"] and entry.get("momentum_buffer") is None:
-                        entry["momentum_buffer"] = torch.zeros_like(parameter.data)
-                elif parameter.requires_grad and not state[parameter]:
-                    step_device = parameter.device if group["fused"] else "cpu"
-                    names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
-                    state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-                    state[parameter].update({name: torch.zeros_like(parameter.data) for name in names})
+        """Make the state of parameters that have none: a checkpoint holds that of all. See `drop_made`."""
+        state, self.made = self._optimizer.state, []
+        for group in self._optimizer.param_groups:
+            settings = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            for parameter in (p for p in group["params"] if p.requires_grad):
+                if any(value is not None for value in state.get(parameter, {}).values()):
+                    continue
+                stand_in = nn.Parameter(torch.zeros_like(parameter.data))
+                stand_in.grad = torch.zeros_like(stand_in.data)
+                worker = bare(self._optimizer, [{**settings, "params": [stand_in]}])
+                with torch.no_grad():
+                    inspect.unwrap(type(worker).step)(worker)
+                made = state[parameter] = worker.state[stand_in]  # even if empty, or torch would take a step to make it
+                if "step" in made:
+                    made["step"] = made["step"] * 0
+                self.made.append(parameter)
+
+    def drop_made(self) -> None:
+        """Remove what `init_state` has made, because an optimizer may step for the first time in another way."""
+        for parameter in self.made:
+            self._optimizer.state.pop(parameter, None)
+        self.made = []
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for parameter, step in steps.items():

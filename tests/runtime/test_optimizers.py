@@ -23,6 +23,7 @@ from torch.optim import (
     Adamax,
     AdamW,
     Muon,
+    NAdam,
     Optimizer,
     RAdam,
     RMSprop,
@@ -343,6 +344,99 @@ def test_a_checkpoint_of_any_optimizer_goes_on(
         with engine:
             engine.load_checkpoint(tmp_path)
             assert train(engine, range(saved, saved + 3)) == expected
+
+
+class Averaging(Optimizer):
+    """An optimizer of a user's own that counts steps in its group, and whose first step is special."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", p.grad.clone())
+                    p.sub_(mean.lerp_(p.grad, 1 / group["steps"]), alpha=group["lr"])
+
+
+UNSTEPPED: dict[str, dict[str, Any]] = {
+    "SGD": {"optimizer": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1)},
+    "RMSprop": {"optimizer": lambda p: RMSprop(p, lr=1e-2, momentum=0.5, weight_decay=0.1)},
+    "NAdam": {"optimizer": lambda p: NAdam(p, lr=1e-2, weight_decay=0.1)},
+    "RAdam": {"optimizer": HOSTED["RAdam"]},
+    "Adamax": {"optimizer": lambda p: Adamax(p, lr=1e-2, weight_decay=0.1)},
+    "Adagrad": {"optimizer": HOSTED["Adagrad"]},
+    "AdamW": {"optimizer": MADE["AdamW"]},
+    "Muon": {"config": {"optimizer": {"type": "Muon", "params": {"lr": 2e-2, "weight_decay": 0.1}}}},
+    "of one's own": {"optimizer": Averaging},
+}
+
+
+def unstepped(name: str, path: Path | None = None) -> infinity.Engine:
+    trained = model()
+    trained.append(nn.Linear(64, 64))  # not used in the first two steps
+    told = {"optimizer": None, "config": {}, **UNSTEPPED[name]}
+    return infinity.initialize(
+        model=trained,
+        config=config(path, **told["config"]),
+        optimizer=told["optimizer"],
+        model_parameters=trained.parameters(),
+    )[0]
+
+
+def first_two(engine: infinity.Engine) -> list[float]:
+    unused, engine.module[2] = engine.module[2], nn.Identity()
+    losses = train(engine, range(2))
+    engine.module[2] = unused
+    return losses
+
+
+def others(engine: infinity.Engine) -> list[float]:
+    return train(engine, range(2, STEPS))
+
+
+@pytest.mark.parametrize("name", UNSTEPPED)
+def test_a_save_or_a_refused_load_before_the_first_step_changes_nothing(name: str, tmp_path: Path) -> None:
+    with unstepped(name) as engine:
+        expected = first_two(engine), others(engine)
+    with unstepped(name) as engine:
+        engine.save_checkpoint(tmp_path, tag="none")
+        assert not any(engine.optimizer.state.values()) or name == "Adagrad"
+        (tmp_path / "damaged").mkdir()
+        (tmp_path / "damaged" / ".metadata").write_bytes(b"")
+        with pytest.raises(infinity.CheckpointError, match="damaged"):
+            engine.load_checkpoint(tmp_path, tag="damaged")
+        assert first_two(engine) == expected[0]
+        engine.save_checkpoint(tmp_path, tag="some")
+        assert others(engine) == expected[1]
+        engine.load_checkpoint(tmp_path, tag="none")
+        assert (first_two(engine), others(engine)) == expected
+    with unstepped(name) as engine:
+        engine.load_checkpoint(tmp_path, tag="none")
+        assert (first_two(engine), others(engine)) == expected
+        engine.load_checkpoint(tmp_path, tag="some")
+        assert others(engine) == expected[1]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adamax", "Muon"])
+@pytest.mark.parametrize(("saver", "form"), [("none", "dcp"), ("nvme", "dcp"), ("nvme", "arena")])
+def test_a_parameter_that_has_not_stepped_has_its_first_step_after_a_load(
+    saver: str, form: str, name: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    with unstepped(name, nvme_path if saver == "nvme" else None) as engine:
+        engine.save_checkpoint(tmp_path, tag="none", format=form)
+        losses = first_two(engine)
+        engine.save_checkpoint(tmp_path, tag="some", format=form)
+        expected = losses, others(engine)
+    for path in (None, nvme_path):
+        with unstepped(name, path) as engine:
+            engine.load_checkpoint(tmp_path, tag="none")
+            assert (first_two(engine), others(engine)) == expected
+            engine.load_checkpoint(tmp_path, tag="some")
+            assert others(engine) == expected[1]
 
 
 class MuonAndAdamW(Optimizer):
