@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.checkpoint.commits import order_of_groups
 from infinity.config.rules import Whose
 from infinity.errors import CheckpointError
+from infinity.runtime.lr_schedules import is_driven_by_metric
 from infinity.swap import HostedOptimizer
 
 log = logging.getLogger("infinity")
@@ -134,7 +134,7 @@ class Hyperparameters:
         if self._schedule is None or self._schedule_state is None or not schedule:
             return
         reached = training_state["lr_scheduler"] if self.can_load_schedule(training_state) else {}
-        if isinstance(self._schedule, ReduceLROnPlateau):
+        if is_driven_by_metric(self._schedule):
             counted = {key: value for key, value in reached.items() if key in _PROGRESS}
             self._schedule.load_state_dict(self._schedule_state | counted)
             return
