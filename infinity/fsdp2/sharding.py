@@ -97,6 +97,20 @@ def before_reductions(model: nn.Module, check: Callable[[], object]) -> None:
         group.before_reduction = check
 
 
+def reduced_at_end(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss, from which a backward ends with the reduction of all gradients of a root.
+
+    FSDP2 sees a backward only at outputs of groups: not in objects of unknown classes, nor if only the root is trained and
+    its output was used up by an earlier micro-batch.
+    """
+    if not loss.requires_grad:
+        return loss  # autograd raises
+    assert isinstance(model, FSDPModule)
+    root, loss = model._get_fsdp_state(), loss.view_as(loss)
+    loss.register_hook(lambda _: root._register_root_post_backward_final_callback())
+    return loss
+
+
 def gathered_groups(model: nn.Module) -> list[int]:
     return [number for number, group in enumerate(_all_groups(model)) if not group.is_sharded]
 

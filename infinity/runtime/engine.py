@@ -22,7 +22,7 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.running_statistics import mixtures_explained
-from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reshard, sharded_of
+from infinity.fsdp2.sharding import before_reductions, held_parameters, local_of, reduced_at_end, reshard, sharded_of
 from infinity.fsdp2.vertical import MicroBatch
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.runtime.batch_parts import rows_of, split_alike, with_loss
@@ -247,7 +247,7 @@ class Engine(DeepSpeedSurface):
         def scaled() -> Iterator[torch.Tensor]:
             for loss in losses:
                 divided.append(loss.detach())
-                yield self._scaled(loss)
+                yield reduced_at_end(self.module, self._scaled(loss))
                 del loss  # frees its graph before the next one exists
 
         with self._in_backward(count, check):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,38 @@ def engine_of(path: Path | None, **changes: Any) -> infinity.Engine:
 
 def loss_of(engine: Any) -> torch.Tensor:
     return engine(torch.arange(6).reshape(2, 3)).float().square().mean()
+
+
+@pytest.mark.parametrize("blocks_in", [(True, False), (False, True), (False, False)])
+def test_an_output_of_an_unknown_class_has_the_gradients_of_a_dict(blocks_in: tuple[bool, bool]) -> None:
+    """FSDP2 looks for tensors in dicts, lists and dataclasses only, and here no block may be called."""
+
+    class Choosing(Model):
+        def forward(self, x: torch.Tensor, with_blocks: bool) -> Any:  # type: ignore[override]
+            h = self.embedding(x)
+            for block in self.blocks if with_blocks else ():
+                h = torch.relu(block(h))
+            return make(loss=self.head(h).float().square().mean())
+
+    seen = []
+    for make in (dict, SimpleNamespace):
+        engine, *_ = infinity.initialize(
+            model=Choosing(),
+            config={
+                "gradient_accumulation_steps": 2,
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "zero_optimization": {"stage": 3},
+            },
+        )
+        with engine:
+            for with_blocks in blocks_in * 2:
+                output = engine(torch.arange(6).reshape(2, 3), with_blocks)
+                engine.backward(output["loss"] if make is dict else output.loss)
+                engine.step()
+                seen.append((float(engine.get_global_grad_norm() or 0), engine.module.head.weight.full_tensor().clone()))
+    for (norm, weight), (other_norm, other_weight) in zip(seen[:4], seen[4:], strict=True):
+        assert norm == other_norm and torch.equal(weight, other_weight)
 
 
 def test_wall_clock_breakdown_prints_each_part(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

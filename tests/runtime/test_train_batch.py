@@ -99,6 +99,15 @@ class FrozenBelow(Model):
         self.blocks[2].requires_grad_(False)
 
 
+class OnlyTheHead(Model):
+    """No output of a block has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.requires_grad_(False)
+        self.blocks.requires_grad_(False)
+
+
 class EncoderDecoder(Model):
     """What the encoder gives goes into every block of the decoder."""
 
@@ -330,6 +339,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     lambda: Model(dropout=0.3),
     Checkpointed,
     FrozenBelow,
+    OnlyTheHead,
     EncoderDecoder,
     Unused,
     Nested,
@@ -342,6 +352,7 @@ NAMES = [
     "dropout",
     "checkpointed",
     "frozen below",
+    "only the head trains",
     "encoder and decoder",
     "unused",
     "nested",
