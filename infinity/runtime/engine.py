@@ -161,7 +161,7 @@ class Engine(DeepSpeedSurface):
         rows = [rows_of(call) for call in calls]
 
         def loss_of(part: int, output: Any) -> torch.Tensor:
-            loss = loss_in(output)
+            loss = loss_in(output).reshape(())
             if part == len(calls) - 1:
                 outputs.append(output)
             elif part == 0:

@@ -533,7 +533,14 @@ def in_parts(make: Callable[[], nn.Module], path: Path, *, steps: int = 4, **con
         return losses, weights(engine)
 
 
-@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+class OneElement(Model):
+    """The loss has a dimension."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(tokens)["loss"].view(1)}
+
+
+@pytest.mark.parametrize("make", [*MODELS, OneElement], ids=[*NAMES, "a loss of one element"])
 def test_a_batch_that_is_split_gives_the_bits_of_accumulation(make: Callable[[], nn.Module], nvme_path: Path) -> None:
     expected, split = train(make, nvme_path, schedule="horizontal"), in_parts(make, nvme_path)
     assert expected[0][:-1] == pytest.approx(split[0][:-1], rel=1e-6)  # the sum is divided there, the terms are here
