@@ -262,4 +262,7 @@ class Activations:
 
 
 def _key(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.untyped_storage()._cdata, tensor._version
+    """Return what tensors with equal bytes in one storage have in common. Views share the version of their base. Parts
+    made by torch's `unsafe_chunk`, as in nn.GRU, have no base and versions of their own."""
+    whole = tensor._base if tensor._base is not None else tensor
+    return tensor.untyped_storage()._cdata, tensor._version, whole.storage_offset(), whole.numel()

@@ -434,6 +434,22 @@ def test_views_of_one_storage_move_with_it_once(bench: Bench) -> None:
     assert kept_bytes(bench.activations) == 0
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_the_gates_of_a_recurrent_layer_are_told_apart(kind: type[nn.Module]) -> None:
+    """Its gates are parts of one storage, and are computed in place one after the other. Each has its own version."""
+    torch.manual_seed(0)
+    layer, x = kind(8, 8), torch.randn(5, 4, 8)
+
+    def gradients(saving: contextlib.AbstractContextManager[None]) -> list[torch.Tensor]:
+        with saving:
+            loss = layer(x)[0].pow(2).sum()
+        return [*torch.autograd.grad(loss, [*layer.parameters()])]
+
+    activations = Activations(in_host(), bytes_min=64)
+    expected, found = gradients(contextlib.nullcontext()), gradients(activations.saving())
+    assert activations.moved > 0 and all(map(torch.equal, expected, found))
+
+
 def test_what_several_operations_save_moves_once_and_what_changed_moves_again() -> None:
     activations = Activations(in_host(), bytes_min=1024)
     x = torch.randn(32, 32, requires_grad=True) * 1
