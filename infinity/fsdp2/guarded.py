@@ -18,6 +18,8 @@ They change FSDP2 at the points below and nowhere else. Uses private parts of FS
   * On one rank a reduction only copies gradients into an fp32 buffer, twice the size of 16-bit gradients. So
     `take_unreduced` is called first, and can use gradients where autograd left them.
   * A backward with create_graph=True leaves the graph of a second one, whose gradients would be wrong. So it raises.
+  * An in-place operation on an output that is a view (a linear layer's, if its input has three dimensions) drops the
+    hook that gathers the group for the backward, which then reads freed memory. So the base of the view gets a hook.
   * A group that runs twice in one backward (reentrant checkpoints) is reduced once; later gradients stay unreduced
     until the next step. So each reduction resets its state, and the end of the backward reduces the remainder.
 """
@@ -126,6 +128,9 @@ def set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
 class GuardedState(FSDPState):
     """The state of a module that `fully_shard` was applied to."""
 
+    began_at = 0
+    """Sequence number of autograd's first node in the last forward."""
+
     def _register_root_post_backward_final_callback(self) -> None:
         """Called when a backward reaches the module. Before the first, check for writes: nothing has changed yet."""
         if torch.is_grad_enabled():
@@ -137,6 +142,19 @@ class GuardedState(FSDPState):
             for group in self._all_groups():
                 group.check_unwritten()
         super()._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
+
+    def _register_pre_backward_hook(self, output: Any) -> Any:
+        output = super()._register_pre_backward_hook(output)
+        for tensor in collect_grad_tensors(output) if torch.is_grad_enabled() else ():
+            made = tensor._base.grad_fn if tensor._base is not None else None
+            if made is not None and made._sequence_nr() >= self.began_at:  # not a view of an input
+                tensor._base.register_hook(self._come_to_base)
+        return output
+
+    def _come_to_base(self, grad: torch.Tensor) -> None:
+        """Autograd hook: a gradient has reached what an output was a view of."""
+        if self._training_state == TrainingState.IDLE:
+            self._pre_backward(grad)
 
     def _root_post_backward_final_callback(self) -> None:
         for group in self._all_groups():
@@ -153,7 +171,7 @@ class GuardedGroup(FSDPParamGroup):
 
     def begin(self, state: FSDPState, memory: ReusedMemory, *, keeps_gathered: bool) -> None:
         """Initialise the group; FSDP2 reads its parameters again. `memory`: for parameters that a CPU gathers."""
-        self._state, self._keeps_gathered = weakref.ref(state), keeps_gathered
+        self._state, self._keeps_gathered = weakref.ref(cast(GuardedState, state)), keeps_gathered
         self.before_reduction: Callable[[], object] = lambda: None
         """Called before gradients are reduced; if it raises, they stay unreduced."""
         self.take_unreduced: TakeUnreduced | None = None
@@ -237,7 +255,10 @@ class GuardedGroup(FSDPParamGroup):
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._forwards = self._forwards + 1 if self._training_state == TrainingState.FORWARD else 0
-        return super().pre_forward(module, args, kwargs)
+        args, kwargs = super().pre_forward(module, args, kwargs)
+        if (state := self._state()) is not None and not self._forwards:
+            state.began_at = torch._C._autograd._get_sequence_nr()
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)

@@ -46,6 +46,8 @@ USED: dict[type, tuple[str, ...]] = {
         *("_state_ctx", "_training_state", "_mp_policy", "_auto_reshard_after_forward", "_is_root", "_lazy_init"),
         *("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
         "_cast_output_dtype",
+        "_pre_backward",
+        "_register_pre_backward_hook",
     ),
     FSDPStateContext: ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
     FSDPParamGroup: (

@@ -189,6 +189,33 @@ def test_what_no_loss_depends_on_has_no_gradient(place: str, nvme_path: Path) ->
             assert torch.equal(value, sharded_value.full_tensor()), name
 
 
+class InPlace(Model):
+    """The outputs of the blocks, in three dimensions, are views, and change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Outer() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.rows(ids.view(1, -1))
+        for block in self.blocks:
+            x = block(x).add_(x)
+        return nn.functional.cross_entropy(self.out(x)[0], ids.view(-1))
+
+
+class Outer(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [["Outer"], ["Outer", "Linear"]])
+@pytest.mark.parametrize("place", PLACES)
+def test_outputs_that_are_views_may_change_in_place(place: str, wrap: list[str], nvme_path: Path) -> None:
+    expected = trained_plain(seeded(InPlace))
+    with engine_of(place, nvme_path, seeded(InPlace), infinity={"wrap": wrap}) as engine:
+        assert trained(engine) == expected
+
+
 # Hooks of gradients.
 
 

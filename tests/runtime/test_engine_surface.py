@@ -84,7 +84,9 @@ def test_an_output_of_an_unknown_class_has_the_gradients_of_a_dict(blocks_in: tu
                 output = engine(torch.arange(6).reshape(2, 3), with_blocks)
                 engine.backward(output["loss"] if make is dict else output.loss)
                 engine.step()
-                seen.append((float(engine.get_global_grad_norm() or 0), engine.module.head.weight.full_tensor().clone()))
+                seen.append(
+                    (float(engine.get_global_grad_norm() or 0), engine.module.head.weight.full_tensor().clone())
+                )
     for (norm, weight), (other_norm, other_weight) in zip(seen[:4], seen[4:], strict=True):
         assert norm == other_norm and torch.equal(weight, other_weight)
 
