@@ -4,11 +4,11 @@ A handle owns an engine, and the calls that were not waited for. Locked tensors 
 is freed with the last tensor over it, or the last transfer that holds it. Any thread may use both; the bytes move on the
 engine's threads.
 
-[Note: What goes directly] A call's range of the file is cut at the alignment that the drive requires of direct transfers
-(512 bytes where it says so, else 4096). The part between the first and the last cut goes directly: from the tensor's own
-memory where that has the same alignment, else through a slab that lives as long as the call. The edges, each shorter than the
-alignment, go through the page cache. They are moved when the call is waited for, after all direct transfers: a dirty page in
-the cache could otherwise be written back over bytes written directly next to it.
+[Note: What goes directly] A call's range of the file is cut at pages of 4096 bytes. The part between the first and the last cut
+goes directly: from the tensor's own memory where that is aligned as the drive requires (512 bytes where it says so, else
+4096), else through a slab that lives as long as the call. The edges, each shorter than a page, go through the page cache. So
+no page of the cache that an edge makes dirty is written back over bytes that another thread, handle or process writes directly
+next to it. Edges are moved when the call is waited for.
 """
 
 from __future__ import annotations
@@ -249,8 +249,9 @@ class _Call:
             raise ValueError(f"{operation} of {self._nbytes} bytes at offset {offset} of {path}: nothing to move")
         self._transfer: Transfer | None = None
         with self._open() as file:
-            self._begin = min(align_up(offset, file.alignment), offset + self._nbytes)  # of the direct part
-            self._end = max((offset + self._nbytes) // file.alignment * file.alignment, self._begin)
+            cut = PAGE_BYTES if file.direct else 1
+            self._begin = min(align_up(offset, cut), offset + self._nbytes)  # of the direct part
+            self._end = max((offset + self._nbytes) // cut * cut, self._begin)
             slab, slab_offset = self._choose_memory(file.alignment)
             if not self._reads and not self._in_tensor:
                 self._bytes.copy_(_bytes_of(buffer.cpu().contiguous()))

@@ -154,6 +154,35 @@ def test_neighbours_that_share_a_page_may_be_written_at_once(nvme_path: Path) ->
     assert Path(path).read_bytes() == content.numpy().tobytes()
 
 
+def test_threads_may_write_neighbours_at_once(nvme_path: Path) -> None:
+    path = nvme_path / "file"
+    ends = sorted({*torch.randint(60_000, (40,), generator=torch.Generator().manual_seed(0)).tolist(), 60_000})
+    pieces = list(zip([0, *ends], ends, strict=False))
+    for _ in range(20):
+        content, failures = random_bytes(60_000), []
+        path.write_bytes(bytes(60_000))
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+
+        def write(first: int) -> None:
+            handle = AioHandle(4096, 4)
+            try:
+                for begin, end in pieces[first::3]:
+                    handle.sync_pwrite(content[begin:end].clone(), str(path), begin)
+            except Exception as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=write, args=(first,)) for first in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())  # fails after the kernel has found a direct write under a dirty page
+        assert path.read_bytes() == content.numpy().tobytes()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_tensors_of_any_dtype_and_shape(nvme_path: Path, dtype: torch.dtype) -> None:
     handle, path = AioHandle(), str(nvme_path / "file")
