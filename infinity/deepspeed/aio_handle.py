@@ -116,14 +116,20 @@ class AioHandle:
 
     def wait(self) -> int:
         """Wait for all calls since the last wait; returns their number. Raises the first IoError after all have ended."""
-        with self._lock:
-            calls, self._pending = self._pending, []
-        failures = [failure for call in calls if (failure := call.wait_direct()) is not None]
-        for call in calls:
-            try:
-                call.finish()
-            except OSError as failure:
-                failures.append(failure)
+        calls: list[_Call] = []
+        try:
+            with self._lock:
+                calls, self._pending = self._pending, []
+            failures = [failure for call in calls if (failure := call.wait_direct()) is not None]
+            for call in calls:
+                try:
+                    call.finish()
+                except Exception as failure:
+                    failures.append(failure)
+        except BaseException:  # Ctrl-C: the next wait is for them, too
+            with self._lock:
+                self._pending[:0] = calls
+            raise
         if failures:
             raise failures[0]
         return len(calls)
@@ -260,7 +266,7 @@ class _Call:
                 request = operation, file, self._begin, slab, slab_offset, self._end - self._begin, priority
                 [self._transfer] = engine.start_batch([request])
 
-    def wait_direct(self) -> OSError | None:
+    def wait_direct(self) -> Exception | None:
         """Wait for the direct part; returns its error, if any."""
         try:
             if self._transfer is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.deepspeed.aio_handle import AioHandle
+from infinity.deepspeed.aio_handle import AioHandle, _Call
 from infinity.errors import IoError
 
 BLOCK = 1024
@@ -181,6 +181,27 @@ def test_threads_may_write_neighbours_at_once(nvme_path: Path) -> None:
         with path.open("r+b") as file:
             os.fsync(file.fileno())  # fails after the kernel has found a direct write under a dirty page
         assert path.read_bytes() == content.numpy().tobytes()
+
+
+def test_calls_whose_wait_ended_early_are_waited_for_again(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, content = make_handle(), random_bytes(5001)
+    (nvme_path / "read").write_bytes(content.numpy())
+    back = torch.zeros_like(content)
+
+    def interrupt(call: _Call) -> None:
+        raise KeyboardInterrupt
+
+    handle.async_pwrite(content, str(nvme_path / "written"))
+    handle.async_pread(torch.empty(1, dtype=torch.uint8).expand(5001), str(nvme_path / "read"))  # can't be filled
+    handle.async_pread(back, str(nvme_path / "read"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_Call, "wait_direct", interrupt)
+        handle.wait()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        handle.wait()
+    assert handle.wait() == 0
+    assert torch.equal(back, content)
+    assert (nvme_path / "written").read_bytes() == content.numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
