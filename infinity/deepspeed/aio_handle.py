@@ -8,7 +8,7 @@ engine's threads.
 goes directly: from the tensor's own memory where that is aligned as the drive requires (512 bytes where it says so, else
 4096), else through a slab that lives as long as the call. The edges, each shorter than a page, go through the page cache. So
 no page of the cache that an edge makes dirty is written back over bytes that another thread, handle or process writes directly
-next to it. Edges are moved when the call is waited for.
+next to it. Edges are moved when the call is waited for, through the file that the call has opened.
 """
 
 from __future__ import annotations
@@ -254,17 +254,19 @@ class _Call:
         if offset < 0 or self._nbytes == 0:
             raise ValueError(f"{operation} of {self._nbytes} bytes at offset {offset} of {path}: nothing to move")
         self._transfer: Transfer | None = None
-        with self._open() as file:
-            cut = PAGE_BYTES if file.direct else 1
-            self._begin = min(align_up(offset, cut), offset + self._nbytes)  # of the direct part
-            self._end = max((offset + self._nbytes) // cut * cut, self._begin)
-            slab, slab_offset = self._choose_memory(file.alignment)
-            if not self._reads and not self._in_tensor:
-                self._bytes.copy_(_bytes_of(buffer.cpu().contiguous()))
-            if self._begin < self._end:
-                priority = Priority.PREFETCH if self._reads else Priority.WRITE_BACK
-                request = operation, file, self._begin, slab, slab_offset, self._end - self._begin, priority
-                [self._transfer] = engine.start_batch([request])
+        self._file = self._open()
+        cut = PAGE_BYTES if self._file.direct else 1
+        self._begin = min(align_up(offset, cut), offset + self._nbytes)  # of the direct part
+        self._end = max((offset + self._nbytes) // cut * cut, self._begin)
+        slab, slab_offset = self._choose_memory(self._file.alignment)
+        if not self._reads and not self._in_tensor:
+            self._bytes.copy_(_bytes_of(buffer.cpu().contiguous()))
+        if self._begin < self._end:
+            priority = Priority.PREFETCH if self._reads else Priority.WRITE_BACK
+            request = operation, self._file, self._begin, slab, slab_offset, self._end - self._begin, priority
+            [self._transfer] = engine.start_batch([request])
+        if self._end - self._begin == self._nbytes and not validate:
+            self._file.close()  # no descriptor is kept that `finish` doesn't need
 
     def wait_direct(self) -> Exception | None:
         """Wait for the direct part; returns its error, if any."""
@@ -301,10 +303,18 @@ class _Call:
         except IoError as error:
             if error.errno != errno.ENOENT:
                 raise
-            file = File(self._path, create=True, fine_alignment=True)
+            file = self._create()
         if file.size_bytes < end:
             file.reserve(end)  # writes that extend the file would run one at a time
         return file
+
+    def _create(self) -> File:
+        try:
+            return File(self._path, create=True, fine_alignment=True)
+        except IoError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            return File(self._path, fine_alignment=True)  # another call has made it meanwhile
 
     def _choose_memory(self, alignment: int) -> tuple[PinnedSlab, int]:
         """Choose the memory to transfer: the tensor's, or a slab. Returns (slab, offset of the direct part in it)."""
@@ -332,7 +342,7 @@ class _Call:
         if not edges:
             return
         memory = self._bytes.numpy().data
-        with Path(self._path).open("rb" if self._reads else "r+b", buffering=0) as file:
+        with self._opened.open("rb" if self._reads else "r+b", buffering=0) as file:
             for begin, end in edges:
                 file.seek(begin)
                 piece = memory[begin - self._offset : end - self._offset]
@@ -342,10 +352,15 @@ class _Call:
 
     def _check_stored(self) -> None:
         """Raises IoError where the file, read through the page cache, holds other bytes."""
-        with Path(self._path).open("rb", buffering=0) as file:
+        with self._opened.open("rb") as file:  # buffered, as a single read moves at most 2 GiB
             file.seek(self._offset)
             if file.read(self._nbytes) != self._bytes.numpy().tobytes():
                 raise self._failure(errno.EIO, "the file holds other bytes than the tensor")
+
+    @property
+    def _opened(self) -> Path:
+        """The file that was opened, whatever has its name now."""
+        return Path(f"/proc/self/fd/{self._file.fileno()}")
 
     def _failure(self, number: int, reason: str) -> IoError:
         message = f"{self._operation} of {self._nbytes} bytes at offset {self._offset} of {self._path}: {reason}"

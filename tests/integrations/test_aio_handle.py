@@ -154,33 +154,60 @@ def test_neighbours_that_share_a_page_may_be_written_at_once(nvme_path: Path) ->
     assert Path(path).read_bytes() == content.numpy().tobytes()
 
 
+def write_at_once(content: torch.Tensor, path: Path, parts: list[list[tuple[int, int]]]) -> None:
+    """Write the pieces of each part from a thread and a handle of its own."""
+    barrier, failures = threading.Barrier(len(parts)), []
+
+    def write(pieces: list[tuple[int, int]]) -> None:
+        handle = AioHandle(4096, 4)
+        barrier.wait(60)
+        try:
+            for begin, end in pieces:
+                handle.sync_pwrite(content[begin:end].clone(), str(path), begin)
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=write, args=(pieces,)) for pieces in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert path.read_bytes() == content.numpy().tobytes()
+
+
 def test_threads_may_write_neighbours_at_once(nvme_path: Path) -> None:
-    path = nvme_path / "file"
+    path, content = nvme_path / "file", random_bytes(60_000)
     ends = sorted({*torch.randint(60_000, (40,), generator=torch.Generator().manual_seed(0)).tolist(), 60_000})
     pieces = list(zip([0, *ends], ends, strict=False))
     for _ in range(20):
-        content, failures = random_bytes(60_000), []
         path.write_bytes(bytes(60_000))
-        with path.open("r+b") as file:
-            os.fsync(file.fileno())
+        for _ in range(2):  # the second fails after the kernel has found a direct write under a dirty page
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
+            write_at_once(content, path, [pieces[first::3] for first in range(3)])
 
-        def write(first: int) -> None:
-            handle = AioHandle(4096, 4)
-            try:
-                for begin, end in pieces[first::3]:
-                    handle.sync_pwrite(content[begin:end].clone(), str(path), begin)
-            except Exception as failure:
-                failures.append(failure)
 
-        threads = [threading.Thread(target=write, args=(first,)) for first in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
-        with path.open("r+b") as file:
-            os.fsync(file.fileno())  # fails after the kernel has found a direct write under a dirty page
-        assert path.read_bytes() == content.numpy().tobytes()
+def test_threads_may_make_one_file_at_once(nvme_path: Path) -> None:
+    content = random_bytes(20_000)
+    for number in range(20):
+        parts = [[(begin, begin + 5000)] for begin in range(0, 20_000, 5000)]
+        write_at_once(content, nvme_path / str(number), parts)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_call_moves_all_its_bytes_in_the_file_that_it_has_opened(nvme_path: Path, validate: bool) -> None:
+    handle, content, path = make_handle(), random_bytes(5001), nvme_path / "file"
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+    handle.pwrite(content, f"/proc/self/fd/{descriptor}", validate, True, 1)
+    os.close(descriptor)
+    other = os.open(nvme_path / "other", os.O_CREAT | os.O_RDWR)
+    assert other == descriptor
+    path.rename(nvme_path / "moved")
+    assert handle.wait() == 1
+    os.close(other)
+    assert (nvme_path / "other").stat().st_size == 0
+    assert (nvme_path / "moved").read_bytes() == b"\0" + content.numpy().tobytes()
 
 
 def test_calls_whose_wait_ended_early_are_waited_for_again(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +221,10 @@ def test_calls_whose_wait_ended_early_are_waited_for_again(nvme_path: Path, monk
     handle.async_pwrite(content, str(nvme_path / "written"))
     handle.async_pread(torch.empty(1, dtype=torch.uint8).expand(5001), str(nvme_path / "read"))  # can't be filled
     handle.async_pread(back, str(nvme_path / "read"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(_Call, "wait_direct", interrupt)
-        handle.wait()
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
     with pytest.raises(RuntimeError, match="single memory location"):
         handle.wait()
     assert handle.wait() == 0
