@@ -148,7 +148,7 @@ class Peers:
                 f"{pass_name} runs in a process forked from rank {dist.get_rank()} (such as a data loader's worker) "
                 "and would use that rank's connections: compute in the rank itself (num_workers=0)"
             )
-        if self._alone or self._pass() is not None:
+        if self._alone or self._closing.is_set() or self._pass() is not None:
             yield
             return
         had_parted = self.parted
@@ -180,7 +180,7 @@ class Peers:
                 self._tell_name(_Pass(), f"{pass_name} of {next(iter(standing()))}")
 
     def close(self) -> None:
-        """Stop the watcher. Idempotent; no collective."""
+        """Stop the watcher; the group may be gone afterwards. Idempotent; no collective."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()

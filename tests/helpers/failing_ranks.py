@@ -6,6 +6,7 @@ import contextlib
 import errno
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,20 @@ def apart(folder: Path) -> None:
     else:
         words = error_of(engine.close)
         assert "rank 0 in a close of step 1.1, rank 1 in a close after an error of step 1.1" in words, words
+    print("told", flush=True)
+
+
+def closed(folder: Path) -> None:
+    """After a close, with which the process group has ended."""
+    engine = make(folder, Case(), durability="none")
+    engine.close()
+    calls: list[Callable[[infinity.Engine], Any]] = [
+        lambda engine: engine(torch.ones(4, 64)),
+        lambda engine: engine.save_16bit_model(folder / "model"),
+        lambda engine: engine.save_checkpoint(folder / "checkpoints"),
+    ]
+    for call in calls:
+        assert "is closed" in error_of(call, engine)
     print("told", flush=True)
 
 

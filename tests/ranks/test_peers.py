@@ -50,6 +50,11 @@ def test_ranks_that_go_on_in_different_passes_are_told_so(forked_ranks: Any, nvm
     assert output.count("told") == 2, output
 
 
+def test_ranks_are_told_that_their_engine_is_closed(forked_ranks: Any, nvme_path: Path) -> None:
+    output = forked_ranks(SCRIPT, "closed", str(nvme_path), timeout_seconds=100).stdout
+    assert output.count("told") == 2, output
+
+
 @pytest.mark.parametrize("close", [("before", "none"), ("within", "none"), ("within", "step")], ids="-".join)
 def test_a_close_needs_no_rank_that_has_closed(close: tuple[str, str], forked_ranks: Any, nvme_path: Path) -> None:
     output = forked_ranks(SCRIPT, "served_no_more", str(nvme_path), *close, timeout_seconds=100).stdout
