@@ -30,18 +30,18 @@ __all__ = [
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the master."""
-    return _full(_master(param))
+    return _full(param, _master(param))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the gradient before it is unscaled and clipped. Raises InfinityError without `"infinity": {"keep_grad": true}` if
     it was taken out of `.grad`."""
-    return _full(_grad(param))
+    return _full(param, _grad(param))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return the optimizer's state of this name, such as "exp_avg"."""
-    return _full(_state(param, optim_state_key))
+    return _full(param, _state(param, optim_state_key))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -86,8 +86,12 @@ def _state(param: nn.Parameter, key: str) -> torch.Tensor | None:
     return trained[0].optimizer.state.get(trained[1], {}).get(key) if trained is not None else None
 
 
-def _full(sharded: torch.Tensor | None) -> torch.Tensor | None:
-    return full_tensor(sharded, torch.float32) if sharded is not None else None
+def _full(param: nn.Parameter, sharded: torch.Tensor | None) -> torch.Tensor | None:
+    trained = engine_of(param)
+    if trained is None or sharded is None:
+        return None
+    with trained[0]._in_pass("a read of a whole parameter"):
+        return full_tensor(sharded, torch.float32)
 
 
 def _local(sharded: torch.Tensor | None) -> torch.Tensor | None:

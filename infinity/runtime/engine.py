@@ -591,7 +591,7 @@ class Engine(DeepSpeedSurface):
 
         Raises CheckpointError on all ranks if it failed on one; the previous checkpoint stays.
         """
-        with self._guard.entered():
+        with self._in_pass("a finish_checkpoint"):
             self._checkpoints.finish()
 
     def load_checkpoint(

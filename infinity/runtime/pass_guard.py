@@ -261,8 +261,9 @@ class PassGuard:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Guard a call that reads the values. Raises as `check_whole`, on every rank if on one. A collective."""
-        with self.entered():
+        """Guard a call that reads the values. Raises as `check_whole`, on every rank if on one. A collective, and a pass, so
+        that ranks that don't make this call are told."""
+        with self.entered(), self._parts.peers.in_pass("a read of the whole model", self.standing):
             with raise_on_all_ranks():
                 self.check_whole()
             yield

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from durable_training import Case, Crash, make, step
 
 import infinity
+from infinity.deepspeed.tensor_fragment import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from infinity.fsdp2.sharding import gathered_groups, reshard
 from infinity.ranks import peers
 from infinity.swap.stager import Stager
@@ -168,6 +169,27 @@ def apart(folder: Path) -> None:
     else:
         words = error_of(engine.close)
         assert "rank 0 in a close of step 1.1, rank 1 in a close after an error of step 1.1" in words, words
+    print("told", flush=True)
+
+
+def reads_alone(folder: Path) -> None:
+    """Rank 0 alone makes a call that all ranks must make, while rank 1 takes a step: both are told."""
+    calls: list[Callable[[infinity.Engine], Any]] = [
+        lambda engine: engine.save_16bit_model(folder / "model"),
+        lambda engine: engine._zero3_consolidated_16bit_state_dict(),
+        lambda engine: next(engine.named_weights()),
+        lambda engine: safe_get_full_fp32_param(next(engine.parameters())),
+        lambda engine: safe_get_full_optimizer_state(next(engine.parameters()), "exp_avg"),
+        lambda engine: engine.finish_checkpoint(),
+    ]
+    for call in calls:
+        engine = make(folder, Case(), durability="none")
+        step(engine)
+        engine.save_checkpoint(folder / "checkpoints", format="arena")
+        words = error_of(call if dist.get_rank() == 0 else step, engine)
+        assert "the ranks are in different passes" in words, words
+        assert "the ranks have parted" in error_of(step, engine)
+        engine.close()
     print("told", flush=True)
 
 

@@ -45,8 +45,9 @@ def test_an_error_on_all_ranks_parts_them_where_one_has_something_gathered(forke
     assert output.count("parted") == 2, output
 
 
-def test_ranks_that_go_on_in_different_passes_are_told_so(forked_ranks: Any, nvme_path: Path) -> None:
-    output = forked_ranks(SCRIPT, "apart", str(nvme_path), timeout_seconds=100).stdout
+@pytest.mark.parametrize("scene", ["apart", "reads_alone"])
+def test_ranks_that_go_on_in_different_passes_are_told_so(scene: str, forked_ranks: Any, nvme_path: Path) -> None:
+    output = forked_ranks(SCRIPT, scene, str(nvme_path), timeout_seconds=100).stdout
     assert output.count("told") == 2, output
 
 
