@@ -275,6 +275,10 @@ def _allocate_buffers(
     return blank
 
 
+_UNSET_BYTE = 0xA5
+"""Each byte of an unset tensor of whole numbers or bools, to which no bool is ever set."""
+
+
 def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
 
@@ -284,15 +288,16 @@ def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if made.is_floating_point() or made.is_complex():
         return made.fill_(math.nan)
-    return made.zero_() if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).min)
+    made.view(-1).view(torch.uint8).fill_(_UNSET_BYTE)
+    return made
 
 
 def _is_unset(tensor: torch.Tensor | None) -> bool:
-    if tensor is None or tensor.numel() == 0 or tensor.dtype in (torch.bool, torch.uint8):
-        return False  # every value may be a valid one
+    if tensor is None or tensor.numel() == 0:
+        return False
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    return bool((tensor.contiguous().view(-1).view(torch.uint8) == _UNSET_BYTE).all())
 
 
 def _is_in(stored: frozenset[str], model: nn.Module) -> Callable[[str], bool]:

@@ -106,3 +106,24 @@ def test_what_the_model_leaves_its_parts_give_themselves(nvme_path: Path) -> Non
         found = {name: p.full_tensor() + 0 for name, p in engine.named_parameters()}
     assert found["1.weight"].eq(2).all() and found["1.bias"].eq(0).all()
     assert 0 < found["0.weight"].abs().max() <= 8**-0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int64], ids=str)
+def test_a_buffer_without_fractions_that_nothing_sets_is_named_and_zeros_are_values(
+    dtype: torch.dtype, nvme_path: Path
+) -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("mask", torch.ones(8, 8).tril().to(dtype))
+            self.register_buffer("nothing", torch.zeros(8, dtype=dtype))
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if hasattr(self, "nothing"):
+                self.nothing.zero_()
+
+    with infinity.init_empty():
+        model = nn.Sequential(Masked())
+    with pytest.raises(infinity.ConfigError, match=r"not initialised: 0\.mask;"):
+        engine_for(nvme_path, model)
