@@ -3,15 +3,17 @@
 [Note: A model's own initialisation]
 A module may initialise more than it owns: T5, CLIP and GPT-2 draw the weights of a layer's parts in the layer, and
 Mamba's mixer scales those of its projections. So modules are initialised in the order of `nn.Module.apply`, parts
-first. Each module has its own parameters in memory; those below it are stand-ins (`_Whole`) that load on first use.
-Changes are written to the shards before the next module, so only the parameters that one module touches are in memory.
+first. A module without parameters of its own may set those of its parts, so it is called if they are set here at all.
+Each module has its own parameters in memory; those below it are stand-ins (`_Whole`) that load on first use.
+Changes are written to the shards before the next module, and earlier if one module touches many parameters.
 A parameter that is never set is an error, because uninitialised memory is no initial value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,14 +99,16 @@ def initialize_values(
     device: torch.device,
     init_fn: InitFn | None,
     stored: frozenset[str] = frozenset(),
+    later: Collection[str] = (),
 ) -> None:
     """Initialise the parameters in `pending` and meta buffers, by the model's own methods or by `init_fn`.
 
     Every rank draws the same numbers if its generators are in the same state, and keeps its shard. Buffers in `stored`
-    only get memory, because a file sets them later. Raises ConfigError naming parameters and buffers that were not set.
+    only get memory, because a file sets them later, as it does the parameters in `later`. Raises ConfigError naming
+    parameters and buffers that were not set.
     """
     blank = _allocate_buffers(model, device, stored)
-    wholes = _Wholes(model, pending)
+    wholes = _Wholes(model, pending, later)
     try:
         with torch.no_grad():
             for way in _ways(model, init_fn):
@@ -152,14 +156,15 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
         if module in seen:
             return
         seen.add(module)
+        owns_nothing = not any(p is not None for p in module._parameters.values())
         if hasattr(module, "reset_lora_parameters"):
             yield _Way(module, partial(reset_adapters, configs), reaches_below=True)
         elif init_fn is not None:
-            yield _Way(module, init_fn, reaches_below=False)
+            yield _Way(module, init_fn, reaches_below=owns_nothing)
         elif of_model is not None:
             yield _Way(module, of_model, reaches_below=True)
         elif hasattr(module, "reset_parameters"):
-            yield _Way(module, _reset, reaches_below=False)
+            yield _Way(module, _reset, reaches_below=owns_nothing)
 
     yield from visit(model, getattr(model, "_init_weights", None), {})
 
@@ -168,19 +173,27 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]
 
 
+_HELD_BYTES_MAX = 1 << 30
+"""A module that touches more bytes of parameters than this has them written to their shards before it is done."""
+
+_USES_WITHOUT_VIEWS = 2
+"""Uses of a tensor's storage: by the tensor, and by the object that asks."""
+
+
 class _Wholes:
     """Replaces all parameters by stand-ins until `put_back`: [Note: A model's own initialisation].
 
-    `lacking`: parameters that are not initialised yet.
+    `lacking`: parameters that are not initialised yet. `later`: names of others without values.
     """
 
-    def __init__(self, model: nn.Module, pending: set[str]) -> None:
+    def __init__(self, model: nn.Module, pending: set[str], later: Collection[str]) -> None:
         names = parameter_names(model)
         self._parameters = {
             module: {k: p for k, p in module._parameters.items() if p is not None} for module in model.modules()
         }
         self._fillable = {p for p in names if pending.intersection(names[p])}
         self.lacking = set(self._fillable)
+        self._later = {p for p in names if {*later}.intersection(names[p])} - self._fillable
         self._values: dict[nn.Parameter, torch.Tensor] = {}
         """Parameters in memory now."""
         stand_ins = {p: _Whole.of(p, partial(self._value, p)) for p in names}
@@ -203,8 +216,7 @@ class _Wholes:
         """
         lacking = {k: p for k, p in self._parameters[module].items() if p in self.lacking}
         for name, p in self._parameters[module].items():
-            scratch = _unset(p, torch.device("cpu")) if name in lacking else torch.empty(p.shape)
-            module._parameters[name] = nn.Parameter(scratch, requires_grad=p.requires_grad)
+            module._parameters[name] = nn.Parameter(self._now(p), requires_grad=p.requires_grad)
         try:
             init(module)
             for name, p in lacking.items():
@@ -213,11 +225,20 @@ class _Wholes:
                 self._values[p] = made.data
         finally:
             module._parameters.update(self._stand_ins[module])  # type: ignore[arg-type]
-        for p, value in self._values.items():
+        self._write()
+
+    def _write(self, *, in_use_stay: bool = False) -> None:
+        """Write parameters to their shards, and free them. `in_use_stay`: but those that the caller still holds."""
+        for p in [*self._values]:
+            value = self._values.pop(p)
+            viewed = torch._C._storage_Use_Count(value.untyped_storage()._cdata) > _USES_WITHOUT_VIEWS
             if p in self._fillable and not _is_unset(value):
                 load_full(p, value)
                 self.lacking.discard(p)
-        self._values.clear()
+            held, kept = weakref.ref(value), value if viewed else None
+            del value
+            if in_use_stay and (kept := kept if viewed else held()) is not None:
+                self._values[p] = kept
 
     def put_back(self) -> None:
         for module, parameters in self._parameters.items():
@@ -225,12 +246,16 @@ class _Wholes:
 
     def _value(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._values:
-            lacks = parameter in self.lacking
-            cpu = torch.device("cpu")
-            self._values[parameter] = (
-                _unset(parameter, cpu) if lacks else full_tensor(parameter.data, torch.float32).cpu()
-            )
+            if sum(value.nbytes for value in self._values.values()) > _HELD_BYTES_MAX:
+                self._write(in_use_stay=True)
+            self._values[parameter] = self._now(parameter)
         return self._values[parameter]
+
+    def _now(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return a copy of the whole parameter; one that counts as unset if it has no values."""
+        if parameter in self.lacking or parameter in self._later:
+            return _unset(parameter, torch.device("cpu"))
+        return full_tensor(parameter.data, torch.float32).cpu()
 
 
 class _Whole(ElsewhereTensor):
@@ -256,8 +281,10 @@ class _Whole(ElsewhereTensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return _Whole.of(args[0], args[0]._load)
-        loaded = torch.utils._pytree.tree_map_only(_Whole, _Whole.materialize, (args, kwargs or {}))
-        return func(*loaded[0], **loaded[1])
+        given = (args, kwargs or {})
+        loaded = torch.utils._pytree.tree_map_only(_Whole, _Whole.materialize, given)
+        made = func(*loaded[0], **loaded[1])
+        return args[0] if args and made is loaded[0][0] else made  # an operation in place returns its tensor
 
 
 def _allocate_buffers(

@@ -380,7 +380,7 @@ def give_values(
     elif weights is not None:
         stored = stored_names(weights)
         left = left_to_model(model, stored, blank)
-        initialize_values(model, {*left.drawn}, device, init_fn, stored)
+        initialize_values(model, {*left.drawn}, device, init_fn, stored, later=blank)
         foreign = swap.paged.foreign_names if swap is not None else frozenset()
         load_weights(model, weights, but=foreign | left.drawn | left.have_values)
     if swap is None:

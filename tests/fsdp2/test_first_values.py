@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.fsdp2 import first_values
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -127,3 +128,64 @@ def test_a_buffer_without_fractions_that_nothing_sets_is_named_and_zeros_are_val
         model = nn.Sequential(Masked())
     with pytest.raises(infinity.ConfigError, match=r"not initialised: 0\.mask;"):
         engine_for(nvme_path, model)
+
+
+class Mixer(nn.Module):
+    """Owns no parameter, and sets those of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.key.weight, gain=0.5)
+        rows, doubled = self.out.weight[2:], self.key.bias.normal_()
+        self.out.bias.copy_(self.key.bias)
+        self.out.weight.copy_(self.key.weight)
+        doubled.mul_(2)
+        rows[1:].add_(1)
+
+
+def set_all(module: nn.Module) -> None:
+    """An `init_fn` that sets parts where it meets their owner."""
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("held_max", [0, 1 << 30])
+@pytest.mark.parametrize("init_fn", [None, set_all])
+@pytest.mark.parametrize("on_nvme", [True, False])
+def test_what_owns_nothing_sets_its_parts_as_in_its_constructor(
+    on_nvme: bool, init_fn: Any, held_max: int, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_values, "_HELD_BYTES_MAX", held_max)
+    with infinity.init_empty():
+        model = nn.Sequential(Mixer(), nn.Linear(8, 8), Mixer())
+    torch.manual_seed(0)
+    expected = nn.Sequential(Mixer(), nn.Linear(8, 8), Mixer()).state_dict()
+    with engine_for(nvme_path if on_nvme else None, model, init_fn=init_fn) as engine:
+        for name, p in engine.named_parameters():
+            assert torch.equal(p.full_tensor(), expected[name]), name
+
+
+@pytest.mark.parametrize("on_nvme", [True, False])
+def test_a_module_reads_its_own_values(on_nvme: bool, nvme_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+            self.norms = nn.Parameter(torch.empty(8))
+
+        def reset_parameters(self) -> None:
+            self.norms.data.copy_(self.weight.norm(dim=1))
+
+    torch.manual_seed(1)
+    weights = [nn.Parameter(torch.randn(8, 8), requires_grad=False) for _ in range(2)]
+    norms = [weight.norm(dim=1) for weight in weights]
+    with infinity.init_empty():
+        model = nn.Sequential(*(Scaled(weight) for weight in weights))
+    with engine_for(nvme_path if on_nvme else None, model) as engine:
+        for part, expected in zip(engine.module, norms, strict=True):
+            assert torch.equal(part.norms.full_tensor(), expected)
