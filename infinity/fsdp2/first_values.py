@@ -26,7 +26,7 @@ from infinity.errors import ConfigError
 from infinity.fsdp2.adapters import adapter_configs, names_in_files, reset_adapters
 from infinity.fsdp2.elsewhere import ElsewhereTensor
 from infinity.fsdp2.materialize import full_tensor, load_full
-from infinity.fsdp2.names import clean_name, parameter_names, parameters_by_name
+from infinity.fsdp2.names import buffer_names, clean_name, parameter_names, parameters_by_name
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -75,13 +75,13 @@ def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozen
     `stored`: names that a file sets, including all parameters; None without a file.
     """
     ways = {way.module: way for way in _ways(model, init_fn)}
-    is_stored = _is_in(stored or frozenset(), model)
+    is_stored, names_of = _is_in(stored or frozenset(), model), buffer_names(model, persistent=False)
     lost = [
         name or "the root module"
         for name, module in model.named_modules()
         if (
             (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
-            or any(b.is_meta and not is_stored(_named(name, key)) for key, b in _own_buffers(module))
+            or any(b.is_meta and not any(map(is_stored, names_of[b])) for _, b in _own_buffers(module))
         )
         and module not in ways
     ]
@@ -292,12 +292,13 @@ def _allocate_buffers(
 ) -> dict[nn.Module, dict[str, str]]:
     """Allocate all meta buffers, and return the full names of those that need values, by module and own name."""
     blank: dict[nn.Module, dict[str, str]] = {}
-    is_stored = _is_in(stored, model)
+    is_stored, names_of = _is_in(stored, model), buffer_names(model, persistent=False)
+    made = {buffer: _unset(buffer, device) for buffer in names_of if buffer.is_meta}
     for prefix, module in model.named_modules():
         for name, buffer in _own_buffers(module):
-            if buffer.is_meta:
-                module._buffers[name] = _unset(buffer, device)
-                if not is_stored(_named(prefix, name)):
+            if buffer in made:
+                module._buffers[name] = made[buffer]
+                if not any(map(is_stored, names_of[buffer])):
                     blank.setdefault(module, {})[name] = _named(prefix, name)
     return blank
 

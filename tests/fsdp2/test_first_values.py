@@ -171,21 +171,26 @@ def test_what_owns_nothing_sets_its_parts_as_in_its_constructor(
 
 
 @pytest.mark.parametrize("on_nvme", [True, False])
-def test_a_module_reads_its_own_values(on_nvme: bool, nvme_path: Path) -> None:
+def test_a_module_reads_its_own_values_and_shares_its_buffers(on_nvme: bool, nvme_path: Path) -> None:
     class Scaled(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
+        def __init__(self, weight: nn.Parameter, table: torch.Tensor) -> None:
             super().__init__()
             self.weight = weight
             self.norms = nn.Parameter(torch.empty(8))
+            self.register_buffer("table", table)
 
         def reset_parameters(self) -> None:
+            self.table.fill_(2.0)
             self.norms.data.copy_(self.weight.norm(dim=1))
 
     torch.manual_seed(1)
     weights = [nn.Parameter(torch.randn(8, 8), requires_grad=False) for _ in range(2)]
     norms = [weight.norm(dim=1) for weight in weights]
     with infinity.init_empty():
-        model = nn.Sequential(*(Scaled(weight) for weight in weights))
+        table = torch.empty(4)
+        model = nn.Sequential(*(Scaled(weight, table) for weight in weights))
     with engine_for(nvme_path if on_nvme else None, model) as engine:
         for part, expected in zip(engine.module, norms, strict=True):
             assert torch.equal(part.norms.full_tensor(), expected)
+            assert part.table is engine.module[0].table
+        assert engine.module[0].table.eq(2).all()
