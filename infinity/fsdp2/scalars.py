@@ -11,13 +11,15 @@ programs expect; a checkpoint's manifest names it (`scalars`) for exports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from infinity.fsdp2.guarded import carry_hooks
 from infinity.fsdp2.names import parameter_names
 
 _MARK = "_infinity_scalars"
@@ -34,10 +36,19 @@ def hold_as_rows(model: nn.Module) -> None:
         for name, p in scalars.items():
             if p not in rows:
                 rows[p] = nn.Parameter(p.detach().reshape(1), requires_grad=p.requires_grad)
+                carry_hooks(p, rows[p])
             module._parameters[name] = rows[p]
         if scalars:
             marked = {_MARK: frozenset(scalars)}
             module.__class__ = showing(type(module), scalars, lambda p: p.reshape(()), marked)
+            module._register_load_state_dict_pre_hook(partial(_load_as_rows, marked[_MARK]))
+
+
+def _load_as_rows(names: Collection[str], state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Let `load_state_dict` take the values of an ordinary model."""
+    for name in {prefix + name for name in names} & state_dict.keys():
+        if state_dict[name].dim() == 0:
+            state_dict[name] = state_dict[name].reshape(1)
 
 
 def scalar_names(model: nn.Module) -> frozenset[str]:

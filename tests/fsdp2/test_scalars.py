@@ -42,6 +42,34 @@ def test_they_train_as_under_plain_torch(update: str, nvme_path: Path) -> None:
             assert engine.module.logit_scale.shape == (1,), "sharded, it is a row"
 
 
+@pytest.mark.parametrize("when", ["as the gradient comes", "after it"])
+@pytest.mark.parametrize("on_nvme", [True, False])
+def test_hooks_and_ordinary_state_dicts_are_theirs(on_nvme: bool, when: str, nvme_path: Path) -> None:
+    def hooked() -> scalars.Scaled:
+        made = model()
+        for p in (made.logit_scale, made.blocks[0].gain):
+            if when == "as the gradient comes":
+                p.register_hook(lambda grad: grad / 4)
+            else:
+                p.register_post_accumulate_grad_hook(lambda p: p.grad.div_(4) and None)
+        return made
+
+    plain, chosen = hooked(), hooked()
+    optimizer, paged = (torch.optim.SGD(made.parameters(), lr=0.1) for made in (plain, chosen))
+    with torch.no_grad():
+        plain.fixed.fill_(1.25)
+        plain.blocks[1].shift.fill_(-0.5)
+    with make(nvme_path if on_nvme else None, model=chosen, optimizer=paged) as engine:
+        engine.load_state_dict({name: p for name, p in plain.state_dict().items() if p.numel()}, strict=False)
+        for x in batches(2):
+            plain(x).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIPPING)
+            optimizer.step()
+            optimizer.zero_grad()
+        train(engine, 0, 2)
+        assert values(engine) == {name: p.flatten().tolist() for name, p in plain.named_parameters()}
+
+
 def test_a_loop_of_ones_own_is_told_to_freeze_what_has_no_elements(nvme_path: Path) -> None:
     sharded = fully_shard(scalars.Nothing(0, 12))
     with infinity.SwapManager(nvme_path) as swap, pytest.raises(infinity.ConfigError, match="weight has no elements"):
