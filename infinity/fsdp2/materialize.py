@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.errors import CheckpointError, parsing
+from infinity.errors import CheckpointError, InfinityError, parsing
 from infinity.fsdp2.adapters import is_copy, names_in_files
 from infinity.fsdp2.experts import parts_in_files, place_in_stack, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
@@ -52,9 +52,23 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+def fits(parameter: torch.Tensor, full: torch.Tensor) -> bool:
+    """Return True if a whole tensor has the shape of a parameter, or one element, as that: [Note: A row for what has none]
+    in scalars.py."""
+    return full.shape == parameter.shape or full.numel() == parameter.numel() == 1
+
+
 @torch.no_grad()
 def load_full(parameter: torch.Tensor, full: torch.Tensor) -> None:
-    """Set this rank's shard of a parameter, or of a tensor sharded like one, from the whole tensor."""
+    """Set this rank's shard of a parameter, or of a tensor sharded like one, from the whole tensor.
+
+    Raises InfinityError if that has another shape.
+    """
+    if not fits(parameter, full):
+        raise InfinityError(
+            f"a tensor of shape {tuple(full.shape)} is no value of a parameter of shape {tuple(parameter.shape)}: pass one of "
+            "its shape"
+        )
     local_of(parameter.data).copy_(full.reshape(parameter.shape)[place_in_whole(parameter.data)])
 
 

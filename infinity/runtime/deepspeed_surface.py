@@ -18,7 +18,7 @@ from infinity.activations.saved_tensors import Activations
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.live import LiveParameters
-from infinity.fsdp2.materialize import load_full
+from infinity.fsdp2.materialize import fits, load_full
 from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.fsdp2.sharding import local_of, reshard
 from infinity.plan.machine import DriveSpeed
@@ -131,7 +131,8 @@ class DeepSpeedSurface:
         """Set the model's values from a state dict, or from one under "module" as in DeepSpeed's files. Tensors are sharded as
         in `module_state_dict`, or whole and equal on all ranks. Optimizer state stays. `fetch_z3_params` is accepted.
 
-        Raises ConfigError, before anything is set, for missing and unknown names, unless `strict` is False.
+        Raises ConfigError, before anything is set, for a tensor of another shape, and for missing and unknown names, unless
+        `strict` is False.
         """
         values = checkpoint.get("module", checkpoint)
         with self._guard.entered():
@@ -139,8 +140,15 @@ class DeepSpeedSurface:
             if custom_load_fn is not None:
                 custom_load_fn(src=values, dst=self.module)
                 return
-            if strict and (differing := sorted(self.module.state_dict().keys() ^ values.keys())):
+            here = self.module.state_dict()
+            if strict and (differing := sorted(here.keys() ^ values.keys())):
                 raise ConfigError(f"the state dict doesn't fit the model: {', '.join(differing[:5])} differ")
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and name in here and not fits(here[name], value):
+                    raise ConfigError(
+                        f"the state dict doesn't fit the model: {name} has shape {tuple(value.shape)}, and the model's has "
+                        f"{tuple(here[name].shape)}"
+                    )
             sharded, parameters = {}, parameters_by_name(self.module)
             for name, value in values.items():
                 if name in parameters and not isinstance(value, DTensor):

@@ -295,6 +295,14 @@ def test_whole_values_are_read_and_set(where: str, nvme_path: Path) -> None:
         assert torch.equal(safe_get_full_fp32_param(weight), expected)
         with pytest.raises(infinity.ConfigError, match="scale differ"):
             engine.load_module_state_dict({n: v for n, v in Model().state_dict().items() if n != "scale"})
+        zeros = {name: torch.zeros_like(value) for name, value in Model().state_dict().items()}
+        other = zeros | {"blocks.1.weight": torch.zeros(32, 128)}
+        with pytest.raises(infinity.ConfigError, match=r"blocks\.1\.weight has shape \(32, 128\)"):
+            engine.load_module_state_dict(other, strict=False)
+        with pytest.raises(infinity.InfinityError, match=r"shape \(4096,\).*shape \(64, 64\)"):
+            safe_set_full_fp32_param(weight, torch.zeros(4096))
+        kept = {name: p.full_tensor() + 0 for name, p in engine.named_parameters()}
+        assert all(torch.equal(p, kept[name]) for name, p in Model().named_parameters())
 
 
 def test_a_gradient_that_was_taken_says_how_to_see_it(nvme_path: Path) -> None:
