@@ -13,13 +13,15 @@ They change FSDP2 at the points below and nowhere else. Uses private parts of FS
     `GatheredParameter`.
   * Gradient hooks (`register_hook`) of a parameter are not called, because autograd sees only the gathered one: done
     here.
+  * A tensor in an attribute of an object that a module returns, such as a distribution, is not found, so its group is
+    not gathered for the backward, which then reads freed memory. So it gets a hook here.
   * An input that no loss depends on gets a gradient of zeros; plain PyTorch has none. The optimizer would decay the
     weights behind it. So on one rank it gets none. (Several ranks do not know if it is missing on all of them.)
   * On one rank a reduction only copies gradients into an fp32 buffer, twice the size of 16-bit gradients. So
     `take_unreduced` is called first, and can use gradients where autograd left them.
   * A backward with create_graph=True leaves the graph of a second one, whose gradients would be wrong. So it raises.
   * An in-place operation on an output that is a view (a linear layer's, if its input has three dimensions) drops the
-    hook that gathers the group for the backward, which then reads freed memory. So the base of the view gets a hook.
+    hook that gathers the group for the backward. So the base of the view gets a hook.
   * A group that runs twice in one backward (reentrant checkpoints) is reduced once; later gradients stay unreduced
     until the next step. So each reduction resets its state, and the end of the backward reduces the remainder.
 """
@@ -28,8 +30,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -56,6 +60,10 @@ parameters' shapes) by sharded parameter. Returns the parameters whose gradients
 Gathering = Callable[..., contextlib.AbstractContextManager[None]]
 """Returns a context in which FSDP2 can read the shards of a group. `training`: True if the module of its first parameter
 is in training mode. `dtype`: in which they are gathered."""
+
+
+_OBJECTS_MAX = 1000
+"""Maximum number of objects in an output that are searched for tensors."""
 
 
 def guard(model: nn.Module, memory: ReusedMemory) -> None:
@@ -145,10 +153,14 @@ class GuardedState(FSDPState):
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
         output = super()._register_pre_backward_hook(output)
-        for tensor in collect_grad_tensors(output) if torch.is_grad_enabled() else ():
-            made = tensor._base.grad_fn if tensor._base is not None else None
-            if made is not None and made._sequence_nr() >= self.began_at:  # not a view of an input
-                tensor._base.register_hook(self._come_to_base)
+        if torch.is_grad_enabled():
+            followed = {id(tensor) for tensor in collect_grad_tensors(output)}
+            for tensor in _tensors_in(output):
+                if id(tensor) not in followed:
+                    tensor.register_hook(self._pre_backward)
+                made = tensor._base.grad_fn if tensor._base is not None else None
+                if made is not None and made._sequence_nr() >= self.began_at:  # not a view of an input
+                    tensor._base.register_hook(self._come_to_base)  # type: ignore[union-attr]
         return output
 
     def _come_to_base(self, grad: torch.Tensor) -> None:
@@ -342,6 +354,27 @@ class GuardedGroup(FSDPParamGroup):
                 self._versions[parameter] = now
                 self._written.append(parameter._param_fqn)
                 self.after_write()
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors with a gradient in an output, in the attributes of its objects, too."""
+    seen: dict[int, Any] = {}
+    found: list[torch.Tensor] = []
+    waiting = [output]
+    while waiting and len(seen) < _OBJECTS_MAX:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            found += [value] if value.requires_grad else []
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            waiting += value
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, FunctionType, ModuleType)):
+            waiting += vars(value).values()
+    return found
 
 
 def _is_plain(grad: torch.Tensor) -> bool:

@@ -45,9 +45,7 @@ USED: dict[type, tuple[str, ...]] = {
     FSDPState: (
         *("_state_ctx", "_training_state", "_mp_policy", "_auto_reshard_after_forward", "_is_root", "_lazy_init"),
         *("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
-        "_cast_output_dtype",
-        "_pre_backward",
-        "_register_pre_backward_hook",
+        *("_cast_output_dtype", "_register_pre_backward_hook", "_pre_backward"),
     ),
     FSDPStateContext: ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
     FSDPParamGroup: (

@@ -142,6 +142,51 @@ def test_reentrant_checkpoints_of_a_group_that_is_used_again(place: str, calls: 
         assert trained(engine, pair) == expected
 
 
+class Returning(Model):
+    """The blocks and the whole return what FSDP2 does not look into, or a view, which is changed in place."""
+
+    def __init__(self, returned: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturningBlock(returned) for _ in range(3))
+        self._returned = returned
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.rows(ids)
+        for block in self.blocks:
+            x = mean_of(block(x)).add_(1.0)
+        return self._returned(self.out(x))
+
+
+class ReturningBlock(Block):
+    def __init__(self, returned: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._returned = returned
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._returned(super().forward(x))
+
+
+def mean_of(returned: Any) -> torch.Tensor:
+    return returned.mean if isinstance(returned, torch.distributions.Normal) else returned
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    "returned", [lambda x: torch.distributions.Normal(x, 1.0), lambda x: x.view(2, -1).view(6, -1)]
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_module_may_return_any_object_and_a_view_that_is_changed(
+    place: str, returned: Callable[[torch.Tensor], Any], nvme_path: Path
+) -> None:
+    def loss_of(model: Callable[..., Any], number: int) -> torch.Tensor:
+        return mean_of(model(batch(number))).square().mean()
+
+    expected = trained_plain(seeded(partial(Returning, returned)), loss_of)
+    groups = {"infinity": {"wrap": ["ReturningBlock"]}}
+    with engine_of(place, nvme_path, seeded(partial(Returning, returned)), **groups) as engine:
+        assert trained(engine, loss_of) == expected
+
+
 class Unused(Model):
     """What the first block makes for an output that no loss uses passes through the second."""
 
