@@ -514,11 +514,42 @@ QWEN_2_7B = LLAMA_2_7B | {
     "vocab_size": 152064,
 }
 
+GEMMA_2_9B = {
+    "model_type": "gemma2",
+    "head_dim": 256,
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "vocab_size": 256000,
+}
+GEMMA_3_1B = GEMMA_2_9B | {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "vocab_size": 262144,
+}
+SMOLLM_3 = {name: value for name, value in LLAMA_2_7B.items() if name != "tie_word_embeddings"} | {
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+}
+
 
 @pytest.mark.parametrize(
     ("values", "numel"),
     [
         (LLAMA_2_7B, 6_738_415_616),
+        (GEMMA_2_9B, 9_241_705_984),
+        (GEMMA_3_1B, 999_885_952),
+        (SMOLLM_3, 3_075_098_624),
         (LLAMA_3_70B, 70_553_706_496),
         (GPT_2, 124_439_808),
         (QWEN_2_7B, 7_615_616_512),
@@ -553,6 +584,10 @@ def test_models_of_hugging_face_have_the_parameters_they_have(
             json.dumps(LLAMA_2_7B | {"model_type": "mixtral", "num_local_experts": 8}),
             "num_experts_per_tok is missing",
         ),
+        (json.dumps(LLAMA_2_7B | {"model_type": "t5", "num_decoder_layers": 6}), "'t5' with an encoder"),
+        (json.dumps({"text_config": LLAMA_2_7B | {"linear_num_key_heads": 16}}), "linear attention"),
+        (json.dumps(LLAMA_2_7B | {"model_type": "mamba2", "state_size": 128}), "'mamba2' with state spaces"),
+        (json.dumps(GEMMA_3_1B | {"hidden_size_per_layer_input": 256}), "from layer to layer"),
     ],
 )
 def test_a_config_that_describes_no_such_model_is_refused(tmp_path: Path, text: str, said: str) -> None:

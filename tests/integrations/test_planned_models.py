@@ -27,6 +27,15 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("GptOssConfig", NARROW),
     ("LlamaConfig", {}),
     ("Qwen3Config", {}),
+    ("GemmaConfig", {}),
+    ("Gemma2Config", {}),
+    ("Gemma3TextConfig", {}),
+    ("GPT2Config", {}),
+    ("GPTBigCodeConfig", {}),
+    ("GPTNeoXConfig", {}),
+    ("OPTConfig", {}),
+    ("Phi3Config", {}),
+    ("SmolLM3Config", {}),
 ]
 
 
@@ -38,6 +47,16 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, name: str, values:
     config.save_pretrained(tmp_path)
     shape = read_hf_config(tmp_path / "config.json", seq=None)
     assert shape.numel == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_falcon_shares_keys_and_values_by_its_own_names(tmp_path: Path, new: bool) -> None:
+    config = transformers.FalconConfig(new_decoder_architecture=new, num_kv_heads=1 if new else 71)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    shape = read_hf_config(tmp_path / "config.json", seq=None)
+    assert shape.numel == pytest.approx(sum(parameter.numel() for parameter in model.parameters()), rel=1e-4)
 
 
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:

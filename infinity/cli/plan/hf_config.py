@@ -15,14 +15,28 @@ SEQ_DEFAULT = 2048
 
 _GATED = {"silu", "swish", "swiglu", "geglu", "gelu_pytorch_tanh_gated"}
 _GATED_TYPES = {"gemma", "gemma2", "gemma3_text"}
-_BIASED_TYPES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "bert", "roberta"}
+_BIASED_TYPES = {"gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "bert", "roberta"}
+_WITHOUT_POSITIONS_TYPES = {"gpt_neox", "gptj", "bloom"}
 _QKV_BIASED_TYPES = {"qwen2", "qwen2_moe", "gpt_oss"}
-_HEAD_NORM_TYPES = {"qwen3", "qwen3_moe"}
+_HEAD_NORM_TYPES = {"qwen3", "qwen3_moe", "gemma3_text"}
+_FOUR_NORM_TYPES = {"gemma2", "gemma3_text"}
 _LATENT_TYPES = {"deepseek_v2", "deepseek_v3"}
 """Types whose keys and values are projected from a narrow latent."""
 
+_FOREIGN_KEYS = {
+    "an encoder": ("is_encoder_decoder", "num_decoder_layers"),
+    "state spaces": ("state_size", "ssm_state_size", "mamba_d_state"),
+    "convolutions": ("conv_L_cache", "conv1d_width"),
+    "linear attention": ("linear_num_key_heads",),
+    "parameters that differ from layer to layer": ("hidden_size_per_layer_input", "per_layer_config"),
+}
+"""Keys of models with parts that are not counted here."""
+
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+
+_UNTIED_TYPES = {*_EXPERT_TYPES, "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gptj", "phi", "phi3"}
+"""Types with a head of its own if the file does not say; transformers 4 leaves tie_word_embeddings out for the others."""
 
 
 def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
@@ -85,9 +99,18 @@ class _Reader:
         self._type = str(values.get("model_type", ""))
         self._biased = self._type in _BIASED_TYPES
         """True for models of the older kind: biases everywhere, learned positions."""
+        for part, keys in _FOREIGN_KEYS.items():
+            if found := next((key for key in keys if values.get(key)), None):
+                raise ConfigError(
+                    f"{path}: a model of model_type {self._type!r} with {part} ({found}) is not supported, only decoders "
+                    "of attention and feed-forward: give --params"
+                )
         self._layers = self._number("num_hidden_layers", "n_layer", "num_layers")
         self._hidden = self._number("hidden_size", "n_embd", "d_model")
         self._heads = self._number("num_attention_heads", "n_head", "num_heads")
+        one_key = values.get("multi_query") and not values.get("new_decoder_architecture")  # Falcon's other names
+        heads = 1 if one_key else self._number("num_kv_heads", default=self._heads)
+        self._key_value_heads = self._number("num_key_value_heads", default=heads)
 
     def transformer(self, seq: int | None) -> Transformer:
         vocab = self._number("vocab_size")
@@ -95,8 +118,9 @@ class _Reader:
         attention, cache_width = self._latent_attention() if self._type in _LATENT_TYPES else self._attention()
         dense = attention + self._feed_forward(self._inner())
         sparse, experts = self._mixture(attention, dense)
-        tied = self._values.get("tie_word_embeddings", self._biased or self._type.startswith("gemma"))
-        learned_positions = (positions + 1) * self._hidden if self._biased else 0
+        tied = self._values.get("tie_word_embeddings", self._type not in _UNTIED_TYPES)
+        learned = 0 if self._type in _WITHOUT_POSITIONS_TYPES else positions + 2 * (self._type == "opt")
+        learned_positions = (learned + 1) * self._hidden if self._biased else 0  # and the bias of the last norm
         return Transformer(
             self._layers,
             self._hidden,
@@ -112,7 +136,7 @@ class _Reader:
             sparse.matrices if experts is None else dense.matrices,
             vocab * self._hidden if tied else 0,
             self._hidden + learned_positions,
-            self._number("num_key_value_heads", default=self._heads),
+            self._key_value_heads,
         )
 
     def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:
@@ -163,10 +187,10 @@ class _Reader:
     def _attention(self) -> tuple[_Part, int]:
         """Return attention with the block's norms and biases, and the width of its keys and values in the cache."""
         width = self._number("head_dim", default=0) or self._hidden // self._heads
-        keys = self._number("num_key_value_heads", default=self._heads) * width
+        keys = self._key_value_heads * width
         hidden, queries = self._hidden, self._heads * width
         linear = _linear(hidden, queries) * 2 + _linear(hidden, keys) * 2
-        others = 2 * hidden
+        others = (4 if self._type in _FOUR_NORM_TYPES else 2) * hidden
         if self._biased or self._type in _QKV_BIASED_TYPES:
             others += queries + 2 * keys
         if self._biased:
