@@ -357,6 +357,16 @@ def test_every_strategy_holds_each_state_once(strategy: Strategy) -> None:
     assert split.nvme_bytes == memory.nvme_bytes - copies  # the copy is a part of the master
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each.name)
+def test_moments_are_small_only_in_state_that_is_offloaded(strategy: Strategy) -> None:
+    work = work_of(7 * B, ranks=8)
+    small = replace(work, scheme=replace(work.scheme, moment_bytes=1))
+    full, less = (memory_of(each, strategy, pinned_bytes=0, device_is_host=False) for each in (work, small))
+    full_bytes, less_bytes = (each.device_bytes + each.host_bytes + each.nvme_bytes for each in (full, less))
+    assert full_bytes - less_bytes == (2 * 3 * 7 * B // 8 if strategy.on_host else 0)
+    assert update_bytes(strategy, work.scheme) - update_bytes(strategy, small.scheme) == 12 * strategy.on_host
+
+
 def test_from_fast_to_frugal_the_device_holds_less() -> None:
     work = work_of(7 * B, ranks=8)
     memories = [memory_of(work, each, pinned_bytes=0, device_is_host=False) for each in STRATEGIES]
