@@ -115,6 +115,18 @@ def test_auto_is_ahead_of_the_step_where_that_leaves_as_much_space_as_it_takes(
         assert "stage 3, all on NVMe: does not fit, NVMe: 19.56 GiB needed, 18.63 GiB usable" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("host_memory", "device"), [("8GB", "nvme"), ("64GB", "cpu")])
+def test_what_was_planned_for_the_state_is_in_the_config(tmp_path: Path, host_memory: str, device: str) -> None:
+    asked = {"master_weights": "full", "moments_dtype": "8bit", "update": "step"}
+    options = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)]
+    file = tmp_path / "config.json"
+    machine = ["--preset", "laptop", "--host-memory", host_memory]
+    assert plan("--params", "1B", "--seq", "256", *machine, *options, "--write-config", str(file)) == 0
+    config = load_config(file)
+    assert config.zero_optimization.offload_optimizer.device == device
+    assert {name: getattr(config.infinity, name) for name in asked} == asked
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_plans_a_small_model(capsys: pytest.CaptureFixture[str], name: str) -> None:
     found = planned(capsys, "--params", "200M", "--seq", "512", "--preset", name)

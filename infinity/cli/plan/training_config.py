@@ -38,13 +38,16 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
             "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
             "host_cache_bytes": plan.cache.nbytes,
         }
+        if work.gradient_bytes_max is not None:
+            options["gradient_bytes_max"] = work.gradient_bytes_max
+    if strategy.on_host:
+        if work.scheme.master_weights != "split":
+            options["master_weights"] = work.scheme.master_weights
         if work.scheme.moment_bytes != MOMENT_BYTES:
             names = {nbytes: name for name, nbytes in MOMENT_BYTES_OF.items()}
             options["moments_dtype"] = names[work.scheme.moment_bytes]
         if work.scheme.update != "backward":  # else "auto" is what was planned
             options["update"] = strategy.update_of(work.scheme)
-        if work.gradient_bytes_max is not None:
-            options["gradient_bytes_max"] = work.gradient_bytes_max
     if schedule := schedule_of(work):
         options["schedule"] = schedule
     elif work.micro_batches > 1:
