@@ -378,6 +378,12 @@ def test_where_no_two_changes_are_enough_no_advice_is_invented(capsys: pytest.Ca
         (["--layers", "2", "--hidden", "100", "--heads", "3", "--preset", "laptop"], "--heads 3 does not divide"),
         (["--params", "5", "--preset", "laptop"], "too few for a transformer"),
         (["--params", "1B"], "--tflops, --host-memory, --host-bandwidth, --gpu-memory"),
+        (["--params", "1B", "--preset", "dgx-h100", "--cpu"], "--cpu: DGX H100 has a GPU"),
+        (
+            ["--params", "1B", "--preset", "laptop", "--gpu-memory", "8GB"],
+            "--gpu-memory: a laptop that computes on its CPU",
+        ),
+        (["--params", "1B", *FIGURES, "--cpu"], "--gpu-memory, --gpu-bandwidth, --link: the machine given has no GPU"),
         (["--params", "1B", "--cpu", "--tflops", "1"], "missing: --host-memory, --host-bandwidth"),
         (["--params", "1B", "--preset", "cray"], "no such preset; there are dgx-h100"),
         (["--params", "1B", "not-there"], "not-there: name an existing folder"),

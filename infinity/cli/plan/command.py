@@ -45,6 +45,8 @@ exit code: 0 if full training, LoRA or generation fits; 1 if none does, or if fu
 or --timeline is given; 2 for wrong usage.
 docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
+_GPU_FIGURES = {"--gpu-memory": "device_bytes", "--gpu-bandwidth": "device_bytes_per_s", "--link": "link_bytes_per_s"}
+
 
 def run(asked: argparse.Namespace) -> int:
     if asked.preset == "list":
@@ -190,8 +192,7 @@ def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
 
         return measure_machine(asked.path, model, samples=asked.batch_size, report=partial(print, file=sys.stderr))
     needed = {"--tflops": "flops_per_s", "--host-memory": "host_bytes", "--host-bandwidth": "host_bytes_per_s"}
-    of_gpu = {"--gpu-memory": "device_bytes", "--gpu-bandwidth": "device_bytes_per_s", "--link": "link_bytes_per_s"}
-    needed |= {} if asked.cpu else of_gpu
+    needed |= {} if asked.cpu else _GPU_FIGURES
     missing = [name for name, attribute in needed.items() if getattr(asked, attribute) is None]
     if missing:
         ways = "--preset NAME, PATH for this one, or its figures"
@@ -201,6 +202,11 @@ def _machine(asked: argparse.Namespace, model: Transformer) -> Machine:
 
 
 def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
+    if asked.cpu and not machine.device_is_host:
+        raise ConfigError(f"--cpu: {machine.name} has a GPU: leave --cpu out, or give all figures of another machine")
+    of_gpu = [name for name, attribute in _GPU_FIGURES.items() if getattr(asked, attribute) is not None]
+    if of_gpu and machine.device_is_host:
+        raise ConfigError(f"{', '.join(of_gpu)}: {machine.name} has no GPU: leave them out, or name another machine")
     names = vars(asked).keys() & {field.name for field in dataclasses.fields(machine)}
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if asked.drive_bytes is not None:
