@@ -62,6 +62,18 @@ def test_reads_comments_and_last_commas_as_deepspeed_s_hjson(tmp_path: Path) -> 
     assert config.scheduler.warmup_max_lr == (1, 2)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("before", ["# all ranks\n", "// {\n", "/* a\nb */ ", "\ufeff"])
+def test_a_text_may_begin_with_a_comment_or_a_byte_order_mark(before: str) -> None:
+    text = f'{before}{{"train_batch_size": 8}}'
+    assert load_config(text).train_batch_size == 8
+    assert load_config(base64.b64encode(text.encode()).decode()).train_batch_size == 8
+
+
+def test_a_number_with_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="JSON config: not JSON: Exceeds the limit"):
+        load_config(f'{{"train_batch_size": {"9" * 5000}}}')
+
+
 def test_reads_base64_longer_than_a_file_name() -> None:
     encoded = base64.b64encode(json.dumps({"comms_logger": "x" * 10_000}).encode()).decode()
     assert load_config(encoded).ignored == ("comms_logger",)

@@ -49,8 +49,8 @@ class _Object(dict[str, Any]):
 
 def _read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
     """The JSON text, and the words that name where it came from."""
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return source, "JSON config"
+    if isinstance(source, str) and _holds_object(text := source.removeprefix("\ufeff")):
+        return text, "JSON config"
     path = Path(source)
     origin = str(path)
     try:
@@ -58,8 +58,8 @@ def _read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{origin}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except (OSError, ValueError) as error:  # a long base64 string is not a valid file name
-        if isinstance(source, str) and (text := _decode_base64(source)) is not None:
-            return text, "base64 config"
+        if isinstance(source, str) and (decoded := _decode_base64(source)) is not None:
+            return decoded, "base64 config"
         shown = origin if len(origin) <= 80 else f"{origin[:77]}..."
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
@@ -72,7 +72,11 @@ def _decode_base64(text: str) -> str | None:
         decoded = base64.b64decode(text.strip().replace("-", "+").replace("_", "/"), validate=True).decode("utf-8-sig")
     except (binascii.Error, ValueError):
         return None
-    return decoded if decoded.lstrip().startswith("{") else None
+    return decoded if _holds_object(decoded) else None
+
+
+def _holds_object(text: str) -> bool:
+    return _without_comments(text).lstrip().startswith("{")
 
 
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|(?://|#)[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -94,6 +98,8 @@ def _parse_json(text: str, origin: str) -> Mapping[str, Any]:
         repeated = list(_find_repeated(source))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{origin}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except ValueError as error:  # of a number with thousands of digits
+        raise ConfigError(f"{origin}: not JSON: {error}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: not a config: nested too deeply") from None
     if not isinstance(source, dict):
