@@ -121,12 +121,13 @@ def make_optimizer(
     regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
     if stepper is not None:
         assert swap is not None
-        return HostedOptimizer(regrouped, swap=swap, like=stepper)
+        return _with_step_hooks(HostedOptimizer(regrouped, swap=swap, like=stepper), given)
     if given is None and isinstance(config.optimizer, MuonConfig):
         return MuonAdamW(regrouped) if swap is None else PagedMuon(regrouped, swap=swap)
     if swap is not None:
         settings = given.defaults if given is not None else _adam(config)
-        return PagedAdam(regrouped, swap=swap, **{key: settings[key] for key in _PAGED_SETTINGS if key in settings})
+        chosen = {key: settings[key] for key in _PAGED_SETTINGS if key in settings}
+        return _with_step_hooks(PagedAdam(regrouped, swap=swap, **chosen), given)
     if isinstance(given, torch.optim.Optimizer):
         if given.state:
             raise ConfigError(_HAS_STEPPED)
@@ -139,6 +140,13 @@ def make_optimizer(
     if isinstance(config.optimizer, SGDConfig):
         return torch.optim.SGD(regrouped, **config.optimizer.model_dump(exclude={"type"}))
     return torch.optim.Adam(regrouped, **_adam(config))
+
+
+def _with_step_hooks(made: torch.optim.Optimizer, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """Let an optimizer call the hooks of the one that it replaces; their handles still remove them."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if given is not None else ():
+        setattr(made, name, getattr(given, name))
+    return made
 
 
 def _adam(config: Config) -> dict[str, Any]:

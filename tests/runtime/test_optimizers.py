@@ -243,6 +243,25 @@ def test_a_made_optimizer_is_paged(name: str, nvme_path: Path) -> None:
     assert not list(nvme_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", [AdamW, RMSprop])
+def test_hooks_around_its_steps_are_called(kind: Any, nvme_path: Path) -> None:
+    called: list[str] = []
+
+    def make(params: Any) -> Optimizer:
+        made: Optimizer = kind(params, lr=1e-2)
+        made.register_step_pre_hook(lambda optimizer, *_: called.append(type(optimizer).__name__))
+        made.register_step_pre_hook(lambda *_: called.append("removed")).remove()
+        made.register_step_post_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=1e-2 / len(called)))
+        return made
+
+    expected = plain(make)
+    steps = len(called)
+    called.clear()
+    trained = model()
+    assert same(expected, outcome(config(nvme_path), model=trained, optimizer=make(trained.parameters())))
+    assert len(called) == steps and "removed" not in called
+
+
 @pytest.mark.parametrize(("name", "why"), REFUSED)
 def test_what_can_not_be_paged_is_refused_before_the_model_is_changed(name: str, why: str, nvme_path: Path) -> None:
     trained = model()
