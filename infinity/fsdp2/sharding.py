@@ -484,7 +484,8 @@ def _checked(name: str, parameter: nn.Parameter, owner: FSDPModule) -> DTensor:
         )
     if not parameter.is_floating_point() or parameter.itemsize > 4:
         raise ConfigError(
-            f"parameter {name} is {parameter.dtype}, which fp32 doesn't hold: page floating-point parameters"
+            f"parameter {name} is {parameter.dtype}, which fp32 doesn't hold: make it fp32, or a buffer "
+            "(register_buffer), which is not paged"
         )
     if _param_dtype(owner) is None:
         raise ConfigError(

@@ -67,6 +67,17 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
             "that you shard yourself, call SwapManager.page(model)"
         )
     for parameter, names in parameter_names(model).items():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {names[0]} has no shape before the first forward of its lazy module: run the model once before "
+                "initialize, or build it with its sizes"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter {names[0]} is trained in {parameter.dtype}, and infinity updates fp32 masters: keep its real and "
+                "imaginary parts in the last dimension of a real parameter (torch.view_as_real), and take "
+                "torch.view_as_complex of that in the forward"
+            )
         if not parameter.is_contiguous():
             raise ConfigError(
                 f"parameter {names[0]} has strides {parameter.stride()} at shape {tuple(parameter.shape)}, and sharding needs "

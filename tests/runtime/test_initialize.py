@@ -269,6 +269,28 @@ def test_a_model_that_is_sharded_already(nvme_path: Path) -> None:
         one_step(engine)
 
 
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(8)), r"0\.weight has no shape .*run the model once"),
+        (lambda: nn.Linear(8, 8, dtype=torch.complex64), r"weight is trained in torch\.complex64.*view_as_real"),
+    ],
+)
+def test_parameters_that_no_master_can_hold_are_named_before_anything_is_changed(
+    make: Any, pattern: str, nvme_path: Path
+) -> None:
+    built = make()
+    kinds = {name: type(p) for name, p in built.named_parameters()}
+    refused(infinity.ConfigError, pattern, config(nvme_path), model=built)
+    assert kinds == {name: type(p) for name, p in built.named_parameters()}
+
+
+def test_a_frozen_parameter_of_whole_numbers_is_told_to_be_a_buffer(nvme_path: Path) -> None:
+    built = model()
+    built.places = nn.Parameter(torch.arange(4), requires_grad=False)
+    refused(infinity.ConfigError, r"places is torch\.int64.*register_buffer", config(nvme_path), model=built)
+
+
 def test_what_the_machine_refused_since_the_start_is_told_once(
     nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
