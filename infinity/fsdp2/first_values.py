@@ -235,10 +235,10 @@ class _Wholes:
             if p in self._fillable and not _is_unset(value):
                 load_full(p, value)
                 self.lacking.discard(p)
-            held, kept = weakref.ref(value), value if viewed else None
+            held, in_use = weakref.ref(value), value if viewed else None
             del value
-            if in_use_stay and (kept := kept if viewed else held()) is not None:
-                self._values[p] = kept
+            if in_use_stay and (in_use := in_use if viewed else held()) is not None:
+                self._values[p] = in_use
 
     def put_back(self) -> None:
         for module, parameters in self._parameters.items():

@@ -359,7 +359,7 @@ class GuardedGroup(FSDPParamGroup):
 def _tensors_in(output: Any) -> list[torch.Tensor]:
     """Return the tensors with a gradient in an output, in the attributes of its objects, too."""
     seen: dict[int, Any] = {}
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     waiting = [output]
     while waiting and len(seen) < _OBJECTS_MAX:
         value = waiting.pop()
@@ -367,14 +367,14 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            found += [value] if value.requires_grad else []
+            tensors += [value] if value.requires_grad else []
         elif isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, (list, tuple, set, deque)):
             waiting += value
         elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, FunctionType, ModuleType)):
             waiting += vars(value).values()
-    return found
+    return tensors
 
 
 def _is_plain(grad: torch.Tensor) -> bool:

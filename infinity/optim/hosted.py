@@ -82,10 +82,10 @@ class Stepper:
         """Raise ConfigError if settings that became others since the construction can't be stepped with the same state."""
         if settings.in_force in self._tried:
             return
-        kept = self.moments
+        moments = self.moments
         self._try(settings)
-        if self.moments != kept:
-            self.moments, more = kept, self.moments[len(kept) :]
+        if self.moments != moments:
+            self.moments, more = moments, self.moments[len(moments) :]
             self._tried.discard(settings.in_force)
             raise ConfigError(
                 f"{self.kind} keeps {' and '.join(more)} of each element with its present settings, and the model was paged "

@@ -93,7 +93,8 @@ def initialize(
             of a submodule that has all parameters or PEFT's adapters; each rank reads only its rows. With parameters on NVMe,
             frozen ones stay in these files and are read from there in each step: the files must not change
             (docs/frozen_weights.md).
-        init_fn: called with each module that was built on the meta device, to initialise its parameters.
+        init_fn: called with each module that was built on the meta device, parts first, to initialise its parameters or, if
+            it has none, those of its parts.
         mesh: of a model whose parameters are split already (tensor parallel): all ranks in named dimensions, those of the
             split last (docs/parallelism.md).
         auto: values for "auto" in the config, by the names that `Config.resolve` takes, such as `lr=3e-4`.

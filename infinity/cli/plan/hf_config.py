@@ -100,9 +100,9 @@ class _Reader:
         self._biased = self._type in _BIASED_TYPES
         """True for models of the older kind: biases everywhere, learned positions."""
         for part, keys in _FOREIGN_KEYS.items():
-            if found := next((key for key in keys if values.get(key)), None):
+            if foreign := next((key for key in keys if values.get(key)), None):
                 raise ConfigError(
-                    f"{path}: a model of model_type {self._type!r} with {part} ({found}) is not supported, only decoders "
+                    f"{path}: a model of model_type {self._type!r} with {part} ({foreign}) is not supported, only decoders "
                     "of attention and feed-forward: give --params"
                 )
         self._layers = self._number("num_hidden_layers", "n_layer", "num_layers")

@@ -202,7 +202,7 @@ def _bits(schemes: list[dict[str, Any]], words: int, shape: StoredTensor | None)
     bits = {int(scheme["num_bits"]) for scheme in schemes if scheme.get("type", "int") == "int"}
     if len(bits) > 1 and shape is not None:
         _, columns = read_bytes(expect(shape, ["I64", "I32"], 2)).view(DTYPES[shape.dtype]).tolist()
-        bits = {each for each in bits if -(-columns * each // 32) == words} or bits
+        bits = {number for number in bits if -(-columns * number // 32) == words} or bits
     if len(bits) != 1 or not bits <= {*_BITS}:
         raise ValueError(f"integers of {sorted(bits)} bits instead of only 4 or only 8")
     return bits.pop()
