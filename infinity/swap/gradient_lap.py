@@ -78,6 +78,8 @@ class GradientLap:
         self._arrivals: Counter[nn.Parameter] = Counter()
         """Number of gradients per parameter since the last step."""
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
+        self._ends_backward = False
+        """True if `_end_backward` is queued."""
         self._applied: dict[nn.Parameter, Any] = {}
         """By parameter updated in the backward since the last step: the inputs of its update, see `note_applied`."""
         self._due: list[_DueUpdates] = []
@@ -154,7 +156,12 @@ class GradientLap:
         if parameter not in arrived:
             shard.move_gradient_to(GradientState.ARRIVED)
             arrived[parameter] = None
-        return group if len(arrived) == self._gradient_counts[group] else None
+        if len(arrived) == self._gradient_counts[group]:
+            return group
+        if not self._ends_backward and in_backward():
+            Variable._execution_engine.queue_callback(self._end_backward)
+            self._ends_backward = True
+        return None
 
     def pop_arrived(self, group: PagedGroup) -> Gradients:
         """Return and remove a group's arrived gradients, which are in `.grad`, in order of arrival."""
@@ -182,11 +189,22 @@ class GradientLap:
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKEN)
 
-    def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Take the gradients of incomplete groups. Returns the norms of all gradients that were taken."""
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """Take the gradients of incomplete groups that earlier backwards brought gradients of: FSDP2 would add the next
+        ones to those in `.grad`, and the sum of all would be in another order."""
+        self._ends_backward = False
+        with self._paging.entered():
+            self._take_incomplete()
+
+    def _take_incomplete(self) -> None:
         for group in list(self._arrived):
             if group.timing.gradients_wait:
                 self.take(group, self.pop_arrived(group))
+
+    def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Take the gradients of incomplete groups. Returns the norms of all gradients that were taken."""
+        self._take_incomplete()
         for parameter, shard in self.shards.items():
             if shard.gradient is GradientState.TAKEN and parameter not in self.norms:  # no later backward brought more
                 gradient = self._paging.waiting_gradients.whole(shard.group, shard.index)
@@ -220,6 +238,7 @@ class GradientLap:
 
     def forget_due(self) -> None:
         """Begin a backward: drop speculative updates that an exception left from the one before."""
+        self._ends_backward = False
         if not self._updates_to_stay:
             self._due.clear()
 
@@ -295,6 +314,7 @@ class GradientLap:
         self._paging.waiting_gradients.forget({shard.index for shard in self.shards.values()})
         self.norms.clear()
         self._due.clear()
+        self._ends_backward = False
         self._arrivals.clear()
         self._arrived.clear()
         self._applied.clear()

@@ -27,11 +27,18 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def made(
-    nvme_path: Path | None, accumulation: int = 1, clipping: float = 0.1, persistence: int = 0, **own: Any
+    nvme_path: Path | None,
+    accumulation: int = 1,
+    clipping: float = 0.1,
+    persistence: int = 0,
+    *,
+    model: Callable[[], nn.Module] = Model,
+    bf16: bool = True,
+    **own: Any,
 ) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
     config = {
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": bf16},
         "gradient_clipping": clipping,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
@@ -44,7 +51,7 @@ def made(
         },
         "infinity": {"pinned_bytes_max": "16MiB", "wrap": ["Linear"], "update": "forward", **own},
     }
-    engine, *_ = infinity.initialize(model=Model(), config=config)
+    engine, *_ = infinity.initialize(model=model(), config=config)
     return engine
 
 
@@ -181,6 +188,47 @@ def test_micro_batches_of_which_each_leaves_something_out_are_summed(
     for number in range(9):
         for engine in engines:
             backward(engine, number, without=(None, 2, number % BLOCKS)[number % 3], twice=number % 4 == 1)
+            engine.step()
+    assert engines[0].get_global_grad_norm() == engines[1].get_global_grad_norm()
+    assert_same(engines)
+    for engine in engines:
+        engine.close()
+
+
+class Halves(nn.Module):
+    """A group of which a pass may use a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, h: torch.Tensor, both: bool) -> torch.Tensor:
+        h = h + self.one(h).tanh()
+        return h + self.other(h).tanh() if both else h
+
+
+class OfHalves(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Halves() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:  # type: ignore[override]
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h, both)
+        return h
+
+
+@pytest.mark.parametrize("own", [{"update": "auto"}, {"gradient_bytes_max": 0}, {"gradient_bytes_max": 40_000}])
+def test_micro_batches_that_use_a_part_of_a_group_are_summed_in_their_order(
+    own: dict[str, Any], nvme_path: Path
+) -> None:
+    """In fp32, where the order of three matters."""
+    changes: dict[str, Any] = {"bf16": False, "model": OfHalves, "wrap": ["Halves"]}
+    engines = [made(None, 4, **changes), made(nvme_path, 4, **changes, **own)]
+    for number, both in enumerate([True, False, True, False, True, True, False, False]):
+        for engine in engines:
+            backward(engine, number, both=both)
             engine.step()
     assert engines[0].get_global_grad_norm() == engines[1].get_global_grad_norm()
     assert_same(engines)
