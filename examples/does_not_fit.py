@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from infinity.cli.arguments import check_file
 from infinity.cli.memory_limit import MemoryLimit, memory_limit
 from infinity.device import cpu_multiplies_fast_in
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
@@ -62,7 +63,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     console = Console(highlight=False, soft_wrap=True)
-    args.nvme_path.mkdir(parents=True, exist_ok=True)
+    check_file(args.json, "--json: ")
+    try:
+        args.nvme_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--nvme-path {args.nvme_path}: can't be made ({error.strerror}): name a folder") from None
     needed, free = int(1.1 * STATE_BYTES * args.numel), shutil.disk_usage(args.nvme_path).free
     if needed > free:
         console.print(

@@ -23,6 +23,7 @@ import os  # noqa: E402
 import resource  # noqa: E402
 import sys  # noqa: E402
 import sysconfig  # noqa: E402
+import tempfile  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -62,6 +63,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(asked, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(asked, name)}")
     check_model(parser, asked)
+    try:
+        if asked.data is not None:
+            asked.data.open().close()
+        if asked.save is not None:
+            asked.save.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=asked.save).close()
+    except OSError as error:
+        parser.error(f"--data or --save: {error.filename}: {error.strerror}")
     return asked
 
 
@@ -195,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
             import transformers  # noqa: F401
         with model_folder(asked) as (folder, make_seconds):
             tokens = load_tokens(asked, folder)
+            if len(tokens) <= asked.context:
+                raise infinity.ConfigError(f"the text has {len(tokens)} tokens: give more, or a shorter --context")
             with make_engine(asked, folder) as engine:
                 figures = train(asked, engine, tokens, make_seconds)
                 if asked.save is not None:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
+from infinity import ConfigError
+from infinity.cli.arguments import check_file, checked_value
 from infinity.units import format_count, parse_count
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--model", type=Path, metavar="DIR", help="folder of a downloaded model: config.json, safetensors"
     )
-    which.add_argument("--params", type=parse_count, help="create a model of this many parameters, such as 200M or 1B")
+    params = checked_value(parse_count, at_least=100_000)
+    which.add_argument("--params", type=params, help="create a model of this many parameters, such as 200M or 1B")
     parser.add_argument(
         "--bits", type=int, choices=(4, 8, 16), default=16, help="bits of a created model's matrices (4: NF4)"
     )
@@ -49,15 +53,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Exit with a usage error if the folder holds no model."""
+    """Exit with a usage error if the folder holds no model, or if the results could not be written at the end."""
     if asked.model is not None and not (asked.model / "config.json").is_file():
         parser.error(f"--model {asked.model}: there is no config.json; name the folder of a downloaded model")
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            check_file(asked.json, "--json: ")
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 @contextlib.contextmanager
 def made_model(asked: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[tuple[Path, float]]:
     """Yield the folder of a model that is created and finally removed, and the seconds to create it."""
-    asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    try:
+        asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--nvme-path {asked.nvme_path}: can't be made ({error.strerror}): name a folder") from None
     with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
         tell(f"writing {format_count(asked.params)} random parameters to {folder}")
         yield Path(folder), make_model(Path(folder), asked.params, asked.bits)

@@ -65,6 +65,7 @@ def main() -> None:
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, asked.samples), daemon=True)
     process.start()
+    theirs.close()  # so that receiving fails if that process has ended
     torch.manual_seed(0)
     with infinity.init_empty():
         model = GPT(SHAPE)

@@ -56,3 +56,20 @@ def test_a_missing_package_is_a_line_with_the_command_that_installs_it(program: 
     assert done.stderr.startswith(f"{program}: this needs {' and '.join(extras)} (")
     assert done.stderr.endswith(f"{how_to_install(*extras)}\n")
     assert "pip install 'transformers>=" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "option", "value"),
+    [
+        *((program, "--json", "/proc/nowhere/x") for program in ("generate", "finetune_lora", "does_not_fit")),
+        ("finetune_lora", "--save", "/proc/nowhere"),
+        ("finetune_lora", "--data", "/proc/nowhere"),
+        ("generate", "--params", "0"),
+        ("does_not_fit", "--nvme-path", __file__),
+    ],
+)
+def test_what_can_not_be_read_or_written_is_told_before_the_work(program: str, option: str, value: str) -> None:
+    done = launch.code(WITHOUT, f"examples/{program}.py", "--params", "200k", option, value, cwd=ROOT)
+    said = done.stdout + done.stderr
+    assert option in said and "Traceback" not in said
+    assert "writing" not in said and "steps within" not in said

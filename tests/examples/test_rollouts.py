@@ -20,3 +20,12 @@ def test_a_loop_with_rollouts_of_another_process(nvme_path: Path) -> None:
     assert len(memory) == 3
     assert all(float(awake) - float(asleep) > 30 for awake, asleep in memory)  # its pinned pool
     assert not list(nvme_path.iterdir())
+
+
+def test_it_ends_if_the_other_process_fails(nvme_path: Path) -> None:
+    arguments = ["--samples", "0", "--nvme-path", str(nvme_path)]  # which that process can't reshape
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 1 and "EOFError" in done.stderr
+    assert not list(nvme_path.iterdir())
