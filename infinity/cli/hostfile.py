@@ -74,7 +74,13 @@ def choose(hosts: Sequence[Host], *, include: str | None = None, exclude: str | 
 def _slots_named(hosts: Sequence[Host], where: str, text: str) -> dict[str, set[int]]:
     named: dict[str, set[int]] = {}
     slots_of = {host.name: host.slots for host in hosts}
-    for part in text.split("@"):
+    parts: list[str] = []
+    for part in text.split("@"):  # a host may be named as user@host
+        if parts and f"{parts[-1]}@{part.partition(':')[0]}" in slots_of:
+            parts[-1] += f"@{part}"
+        else:
+            parts.append(part)
+    for part in parts:
         name, colon, numbers = part.partition(":")
         if name not in slots_of:
             raise ConfigError(f"{where}: there is no host {name!r}; there are {', '.join(slots_of)}")

@@ -141,6 +141,12 @@ def test_hosts_and_slots_are_chosen_as_deepspeed_does(options: dict[str, str], e
     assert choose(HOSTS, include="b@a:1")[0].ranks == 1
 
 
+def test_hosts_with_the_name_of_a_user_are_chosen_by_both() -> None:
+    mine, yours = Host("me@a", 2), Host("you@a", 2)
+    assert choose([mine, yours], include="you@a@me@a:1") == [Host("me@a", 2, (1,)), yours]
+    assert choose([mine, yours], exclude="me@a") == [yours]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
