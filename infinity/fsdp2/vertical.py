@@ -224,6 +224,7 @@ class Vertical:
         """Run the backward of all micro-batches from the iterator that `losses` returned. Call `end` afterwards."""
         run = self._pass
         assert run is not None
+        run.keep_gathered()
         if run.last is None:
             torch.autograd.backward([*losses][::-1])
         else:
@@ -236,6 +237,7 @@ class Vertical:
         now, from `scaled` losses. A backward from the sum, also `scaled`, does the remainder; then call `end`."""
         run = self._pass
         assert run is not None
+        run.keep_gathered()
         if run.last is None:
             return torch.stack([*losses]).sum()
         values: list[torch.Tensor] = []
@@ -574,6 +576,13 @@ class _Pass:
                 del self._model.__dict__["forward"]
 
     # Backward
+
+    def keep_gathered(self) -> None:
+        """Keep the groups gathered until all micro-batches have passed back through them. After the forward, because
+        `LiveParameters` settles what stays gathered at its end, and when the backward begins."""
+        for module, count in self._returning.items():
+            if count:
+                cast(FSDPModule, module).set_reshard_after_backward(False, recurse=False)
 
     def _come_back(self, module: nn.Module, came_back: itertools.count[int], grad: torch.Tensor) -> None:
         """Hook: a gradient has reached an input of a group; FSDP2's hook runs next."""

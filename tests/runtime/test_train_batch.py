@@ -157,16 +157,16 @@ class Experts(nn.Module):
 class NestedBlock(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after = Experts(), Experts()
+        self.first, self.before, self.after = nn.LayerNorm(WIDTH), Experts(), Experts()
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        hidden = super().forward(self.before(hidden), **kwargs)[0]
+        hidden = super().forward(self.before(self.first(hidden)), **kwargs)[0]
         return hidden + self.last(self.after(hidden)), None
 
 
 class Nested(Model):
-    """Groups in groups in groups."""
+    """Groups in groups in groups, of which each computes before it calls others."""
 
     wrap = ("NestedBlock", "Experts", "Linear")
 
