@@ -156,7 +156,7 @@ def _adam(config: Config) -> dict[str, Any]:
     return settings | {"fused": config.infinity.fused, "decoupled_weight_decay": chosen.type == "AdamW"}
 
 
-_HAS_STEPPED = "pass an optimizer that has not stepped yet, or a function that makes one: its state can't follow the parameters"
+_HAS_STEPPED = "pass an optimizer that has not stepped yet, or a function: its state can't follow parameters"
 
 
 def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, before: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request, Transfer
 from infinity.device import CopyEvent, Device
-from infinity.errors import BudgetError, IntegrityError, IoError
+from infinity.errors import BudgetError, IntegrityError, IoError, in_words
 from infinity.schedule.readahead import ReadAhead, in_turn
 from infinity.store.arena import Arena
 from infinity.store.foreign import ForeignFile
@@ -543,7 +543,7 @@ class Stager:
         finally:
             self._give_back(chunk)
             if chunk.on_lost is not None:
-                chunk.on_lost(str(error))
+                chunk.on_lost(in_words(error))
 
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
         where = f"the {operation} of {chunk.name}" + (f", {why}" if why else "")
