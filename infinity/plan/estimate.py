@@ -11,7 +11,7 @@ from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, ROOT, Work
 from infinity.schedule import pinned
 from infinity.schedule.residency import Candidate, choose_resident, choose_staying, moved_bytes
-from infinity.schedule.scheme import COMPUTE_BYTES, MOMENT_BYTES, Scheme
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
 
@@ -214,8 +214,7 @@ def states_of(
 ) -> Memory:
     """Return one rank's part of the states of a model in all tiers, as far as it lasts from step to step, and the
     parameters that stage 2 keeps gathered (None: all)."""
-    if not strategy.on_host:
-        scheme = replace(scheme, moment_bytes=MOMENT_BYTES)  # as torch's own optimizer has them
+    scheme = replace(scheme, moment_bytes=strategy.moment_bytes(scheme))
     shard = -(-numel // ranks)
     device: dict[str, int] = {}
     host: dict[str, int] = {}

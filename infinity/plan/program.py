@@ -298,7 +298,7 @@ class _ProgramOfRank:
 
 
 def update_bytes(strategy: Strategy, scheme: Scheme) -> float:
-    fused = PARAMETER_BYTES + scheme.moments * 2 * (scheme.moment_bytes if strategy.on_host else MOMENT_BYTES)
+    fused = PARAMETER_BYTES + scheme.moments * 2 * strategy.moment_bytes(scheme)
     if not strategy.on_host:
         return fused
     split = scheme.master_weights == "split" and not strategy.keeps_compute

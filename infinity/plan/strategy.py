@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update
+from infinity.schedule.scheme import COMPUTE_BYTES, MOMENT_BYTES, Scheme, Update
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Strategy:
     def on_host(self) -> bool:
         """True if updates are made in host memory."""
         return self.optimizer != "none"
+
+    def moment_bytes(self, scheme: Scheme) -> float:
+        """Return the bytes of a moment: the device's optimizer is torch's own, in fp32."""
+        return scheme.moment_bytes if self.on_host else MOMENT_BYTES
 
     def stored_bytes(self, scheme: Scheme) -> tuple[int, float]:
         """Return the bytes on NVMe per element: of its compute parameter, and of its other state."""
