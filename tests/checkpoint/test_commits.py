@@ -474,20 +474,26 @@ def test_a_training_goes_on_after_a_commit_that_failed(nvme_path: Path, monkeypa
         assert [*losses[:3], step(engine)] == expected(nvme_path / "whole", 4)
 
 
-def test_the_newest_record_may_be_damaged_while_the_older_is_there(
-    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def killed_in_a_commit(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Leave the records of steps 2 and 3, as a kill in the commit of step 3 does. Return the losses before step 3."""
+
+    def killed(self: DurableRun, sequence: int) -> None:
+        raise Crash
+
     with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
         losses = [step(engine), step(engine)]
-
-        def killed(self: DurableRun, sequence: int) -> None:
-            raise Crash
-
         engine.commit()
         step(engine)
         monkeypatch.setattr(DurableRun, "leave_one", killed)
         engine.commit()
     monkeypatch.undo()
+    return losses
+
+
+def test_the_newest_record_may_be_damaged_while_the_older_is_there(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = killed_in_a_commit(nvme_path, monkeypatch)
     folder = nvme_path / "infinity-durable-run"
     records = sorted(folder.glob("rank0.commit-*"), key=lambda each: each.stat().st_mtime_ns)
     assert len(records) == 2
@@ -504,16 +510,7 @@ def test_a_resume_with_fewer_ranks_leaves_the_record_that_all_ranks_have(
 ) -> None:
     """As after a kill in a commit of two ranks: the first has the commits of steps 2 and 3, the other only that of 2."""
 
-    def killed(self: DurableRun, sequence: int) -> None:
-        raise Crash
-
-    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
-        losses = [step(engine), step(engine)]
-        engine.commit()
-        step(engine)
-        monkeypatch.setattr(DurableRun, "leave_one", killed)
-        engine.commit()
-    monkeypatch.undo()
+    losses = killed_in_a_commit(nvme_path, monkeypatch)
     folder = nvme_path / "infinity-durable-run"
     written = {each: each.read_bytes() for each in folder.glob("rank0.commit-*")}
     for each, content in written.items():
