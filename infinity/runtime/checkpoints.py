@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.runtime.engine_state import EngineState
-from infinity.runtime.in_memory import InMemory
 from infinity.runtime.parts import Parts
 from infinity.runtime.pass_guard import PassGuard
 from infinity.runtime.resolved import compute_device
@@ -72,8 +70,7 @@ class Checkpoints:
         self.finish()
         with raise_on_all_ranks():
             self._guard.check_between_steps()
-        with contextlib.ExitStack() as after:
-            self._init_state(after)
+        with parts.updater.whole_state():
             parts.commits.make()
             if swap is not None:
                 with raise_on_all_ranks():
@@ -82,12 +79,6 @@ class Checkpoints:
             else:
                 state = self._state.capture_training(client_state)
                 dcp.save(save_dir, tag, parts.module, parts.optimizer, state, keep=keep, pipe=parts.grid.pipe)
-
-    def _init_state(self, after: contextlib.ExitStack) -> None:
-        """Make the state that the optimizer would make at a first step. `after`: drops it again, unless it is paged."""
-        if isinstance(self._parts.updater, InMemory):
-            after.callback(self._parts.updater.drop_made)
-        self._parts.updater.init_state()
 
     def finish(self) -> None:
         saving, self.saving = self.saving, None
@@ -125,8 +116,7 @@ class Checkpoints:
                 self._state.check_training(training_state, schedule=schedule)
             parts.health.tear("loading a checkpoint")  # until all values are set
 
-        with contextlib.ExitStack() as undo:
-            self._init_state(undo)
+        with parts.updater.whole_state():
             self._guard.discard_step()
             if is_arena_checkpoint(path):
                 stored = arena.load(path, parts.module, parts.optimizer, parts.swap, begin, verified=verify)
@@ -134,9 +124,8 @@ class Checkpoints:
             else:
                 stored = dcp.load(path, parts.module, parts.optimizer, begin, verified=verify, pipe=parts.grid.pipe)
             self._state.restore_training(stored, schedule=schedule)
-            undo.pop_all()
-        parts.health.mend()
-        self._state.drop_unstepped(stored)
+            parts.health.mend()
+            self._state.forget_steps(stored)
         return str(path), stored["client_state"]
 
     # The weights alone.

@@ -15,7 +15,6 @@ from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters, in_order_of
-from infinity.runtime.in_memory import InMemory
 from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.observe import StepProgress
 from infinity.runtime.parts import Parts
@@ -43,26 +42,15 @@ class EngineState:
         groups = self._parts.optimizer.param_groups
         return [[self._names[p] for p in group["params"] if p in self._names] for group in groups]
 
-    @property
-    def _unstepped(self) -> set[str]:
-        """Names of the parameters that have not stepped: a checkpoint has state of them, but their first step makes it."""
-        updater, swap = self._parts.updater, self._parts.swap
-        if isinstance(updater, InMemory):
-            return {self._names[parameter] for parameter in updater.made}
-        return {shard.name for shard in swap.paged.shards if not shard.stepped} if swap is not None else set()
-
-    def drop_unstepped(self, training_state: dict[str, Any]) -> None:
-        """Remove the state of the parameters that had not stepped when `training_state` was captured."""
+    def forget_steps(self, training_state: dict[str, Any]) -> None:
+        """Let parameters that had not stepped when `training_state` was captured take their first step."""
         unstepped = {name for names in training_state.get("unstepped", ()) for name in names}
-        for parameter, names in parameter_names(self._parts.module).items():
-            if names[0] in unstepped:
-                self._parts.optimizer.state.pop(parameter, None)
-        if not isinstance(self._parts.updater, InMemory):
-            self._parts.updater.init_state()
+        names_of = parameter_names(self._parts.module)
+        self._parts.updater.forget_steps([p for p, names in names_of.items() if names[0] in unstepped])
 
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """Return the training state as it is now."""
-        unstepped = self._unstepped
+        unstepped = {self._names[p] for p in self._parts.updater.unstepped if p in self._names}
         training_state = {
             "global_steps": self._progress.global_steps,
             "skipped_steps": self._progress.skipped_steps,
@@ -85,13 +73,13 @@ class EngineState:
 
     def restore_training(self, training_state: dict[str, Any], *, schedule: bool = True) -> None:
         """Set a training state; that of the learning-rate schedule only if `schedule`."""
-        self.check_training(training_state, schedule=schedule)
         training_state = in_order_of(self._group_names, training_state)
+        scheduler = self._parts.lr_scheduler
+        takes = schedule and scheduler is not None and self._hyperparameters.can_load_schedule(training_state)
         self._progress.resume(training_state["global_steps"], training_state.get("skipped_steps", 0))
         self._loss_scale.load_state_dict(training_state.get("loss_scale", {}))
         self._loss_scale.show_on(self._parts.optimizer)
-        scheduler = self._parts.lr_scheduler
-        if schedule and scheduler is not None and self._hyperparameters.can_load_schedule(training_state):
+        if takes:
             scheduler.load_state_dict(training_state["lr_scheduler"])
         self._hyperparameters.settle(training_state, schedule=schedule)
         if "rng" in training_state:

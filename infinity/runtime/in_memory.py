@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class InMemory:
         self._module, self._optimizer = module, optimizer
         self.health = health = ModelHealth()
         self._aside = SetAside(())
-        self.made: list[nn.Parameter] = []
-        """Parameters whose state `init_state` has made, because they have not stepped."""
+        self.unstepped: Collection[nn.Parameter] = ()
+        """Within `whole_state`: the parameters that have not stepped. Their state is dropped at its end."""
         optimizer.register_load_state_dict_post_hook(lambda _: health.mend())
 
     # Methods of a paged optimizer.
@@ -63,9 +63,25 @@ class InMemory:
 
     def discard(self) -> None: ...
 
-    def init_state(self) -> None:
-        """Make the state of parameters that have none: a checkpoint holds that of all. See `drop_made`."""
-        state, self.made = self._optimizer.state, []
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Run the block with state of all parameters, as a checkpoint has it. An optimizer may take a first step in another
+        way, so that of parameters that have not stepped is dropped afterwards."""
+        try:
+            self._init_state()
+            yield
+        finally:
+            for parameter in self.unstepped:
+                self._optimizer.state.pop(parameter, None)
+            self.unstepped = ()
+
+    def forget_steps(self, parameters: Collection[nn.Parameter]) -> None:
+        """Within `whole_state`, after a load: the next step of these parameters alone is their first."""
+        self.unstepped = parameters
+
+    def _init_state(self) -> None:
+        state, made = self._optimizer.state, list[nn.Parameter]()
+        self.unstepped = made
         for group in self._optimizer.param_groups:
             settings = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
             for parameter in (p for p in group["params"] if p.requires_grad):
@@ -76,16 +92,10 @@ class InMemory:
                 worker = bare(self._optimizer, [{**settings, "params": [stand_in]}])
                 with torch.no_grad():
                     inspect.unwrap(type(worker).step)(worker)
-                made = state[parameter] = worker.state[stand_in]  # even if empty, or torch would take a step to make it
-                if "step" in made:
-                    made["step"] = made["step"] * 0
-                self.made.append(parameter)
-
-    def drop_made(self) -> None:
-        """Remove what `init_state` has made, because an optimizer may step for the first time in another way."""
-        for parameter in self.made:
-            self._optimizer.state.pop(parameter, None)
-        self.made = []
+                values = state[parameter] = worker.state[stand_in]  # even if empty, or torch would step to make it
+                if "step" in values:
+                    values["step"] = values["step"] * 0
+                made.append(parameter)
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for parameter, step in steps.items():

@@ -20,8 +20,9 @@ does not see the reference from a view to its base, so it takes the base for one
 from __future__ import annotations
 
 import abc
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -301,9 +302,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         by_shard = {stepped.shard.index: stepped for stepped in stepping.values()}
         updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in sub_groups:
-            stepped = ((piece, by_shard[piece.shard]) for piece in sub.layout.pieces if piece.shard in by_shard)
             here = {  # without padding, but for a matrix that all ranks update together
-                piece.shard: of for piece, of in stepped if sub.layout.whole or piece.start < of.shard.shape.numel()
+                piece.shard: of
+                for piece in sub.layout.pieces
+                if (of := by_shard.get(piece.shard)) and (sub.layout.whole or piece.start < of.shard.shape.numel())
             }
             if here:
                 updates[sub] = partial(self._without_parameters._update, sub, here, taken(sub))
@@ -330,12 +332,25 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self.lap.end(used or {})
         self._places.clear()
 
-    def init_state(self) -> None:
-        """Make the state of all parameters now (zeros, step 0), not at their first step, so that it can be loaded."""
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Run the block with state of all parameters, as a checkpoint has it: zeros and step 0 before their first step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self._paged_state.make(parameter, self.state[parameter])
+        yield
+
+    @property
+    def unstepped(self) -> Collection[nn.Parameter]:
+        """The parameters that have not stepped."""
+        return [p for p, shard in self.lap.shards.items() if p.requires_grad and not shard.stepped]
+
+    def forget_steps(self, parameters: Collection[nn.Parameter]) -> None:
+        """After a load: let the next step of these parameters be their first."""
+        for parameter in (p for p in parameters if p.requires_grad):
+            self.state.pop(parameter, None)
+            self._paged_state.make(parameter, self.state[parameter])
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Make state for moments that are already in the arena, with these step counts. There is no state yet."""
