@@ -359,7 +359,7 @@ class _Call:
 
     @property
     def _opened(self) -> Path:
-        """The file that was opened, whatever has its name now."""
+        """The file that was opened, even if another one has its name now."""
         return Path(f"/proc/self/fd/{self._file.fileno()}")
 
     def _failure(self, number: int, reason: str) -> IoError:

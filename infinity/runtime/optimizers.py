@@ -144,8 +144,9 @@ def make_optimizer(
 
 def _with_step_hooks(made: torch.optim.Optimizer, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     """Let an optimizer call the hooks of the one that it replaces; their handles still remove them."""
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if given is not None else ():
-        setattr(made, name, getattr(given, name))
+    if given is not None:
+        made._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
+        made._optimizer_step_post_hooks = given._optimizer_step_post_hooks
     return made
 
 

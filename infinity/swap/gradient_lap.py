@@ -125,7 +125,7 @@ class GradientLap:
         """Return True if 16 bits may not hold a gradient: a sum of several, or what a user hook has made of it."""
         if grad.dtype is not torch.float32:
             return False
-        reduced_once = self._arrivals[parameter] == 1 and not self._paging.policy.sums_micro_batches
+        reduced_once = self._arrivals[parameter] == 1 and self._paging.policy.micro_batches_at_once == 1
         return not (reduced_once and self._is_hook_ours(parameter))
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
@@ -195,16 +195,13 @@ class GradientLap:
         ones to those in `.grad`, and the sum of all would be in another order."""
         self._ends_backward = False
         with self._paging.entered():
-            self._take_incomplete()
-
-    def _take_incomplete(self) -> None:
-        for group in list(self._arrived):
-            if group.timing.gradients_wait:
-                self.take(group, self.pop_arrived(group))
+            for group in list(self._arrived):
+                if group.timing.gradients_wait:
+                    self.take(group, self.pop_arrived(group))
 
     def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take the gradients of incomplete groups. Returns the norms of all gradients that were taken."""
-        self._take_incomplete()
+        self._end_backward()
         for parameter, shard in self.shards.items():
             if shard.gradient is GradientState.TAKEN and parameter not in self.norms:  # no later backward brought more
                 gradient = self._paging.waiting_gradients.whole(shard.group, shard.index)

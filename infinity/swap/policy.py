@@ -65,7 +65,7 @@ class StagingPolicy:
         """True if training used the last group."""
         self._pass_trains: bool | None = None
         """True if the running forward of the whole model is training; None if none is running."""
-        self._micro_batches_at_once = self.reductions_at_once = 1
+        self.micro_batches_at_once = self.reductions_at_once = 1
         """Arguments of the last forward of the whole model: see `begin_pass`."""
         self._forwards: Counter[int] = Counter()
         """By group number: calls in training since the last step."""
@@ -96,17 +96,12 @@ class StagingPolicy:
     def begin_pass(self, trains: bool, micro_batches: int, reductions: int) -> None:
         """Begin a forward of the whole model, whose `micro_batches` give each gradient as a sum of `reductions`."""
         self._pass_trains = trains
-        self._micro_batches_at_once, self.reductions_at_once = micro_batches, reductions
+        self.micro_batches_at_once, self.reductions_at_once = micro_batches, reductions
 
     def end_pass(self) -> None:
         """End a forward of the whole model."""
         self._traces[False].end_cycle()
         self._pass_trains = None
-
-    @property
-    def sums_micro_batches(self) -> bool:
-        """True if a gradient of the last forward is a sum over micro-batches."""
-        return self._micro_batches_at_once > 1
 
     @property
     def in_pass(self) -> bool:
@@ -167,11 +162,11 @@ class StagingPolicy:
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """Return True if, in this backward, a complete set of the group's gradients is final."""
-        return self._forwards[group.index] == self._micro_batches_at_once
+        return self._forwards[group.index] == self.micro_batches_at_once
 
     def count_forwards_anew(self, group: PagedGroup) -> None:
         """Record that the gradients of a group were taken; the next micro-batch may bring more."""
-        self._forwards[group.index] -= min(self._forwards[group.index], self._micro_batches_at_once)
+        self._forwards[group.index] -= min(self._forwards[group.index], self.micro_batches_at_once)
 
     def discard_step(self) -> None:
         """Forget the forward and backward passes since the last step."""
